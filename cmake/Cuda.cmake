@@ -1,0 +1,38 @@
+# Decides RAGGED_ATTENTION_HAS_CUDA, enables the language and finds CUTLASS.
+include(CheckLanguage)
+
+string(TOUPPER "${RAGGED_ATTENTION_CUDA}" cuda_option)
+set(RAGGED_ATTENTION_HAS_CUDA OFF)
+if(NOT cuda_option STREQUAL "OFF")
+  if(NOT CMAKE_CUDA_COMPILER AND NOT DEFINED ENV{CUDACXX})
+    # Where nvcc is installed but not on the path.
+    find_program(RAGGED_ATTENTION_NVCC nvcc HINTS ENV CUDA_HOME ENV CUDA_PATH PATH_SUFFIXES bin)
+    if(RAGGED_ATTENTION_NVCC)
+      # Through a link, nvcc would look for its parts beside the link.
+      file(REAL_PATH "${RAGGED_ATTENTION_NVCC}" CMAKE_CUDA_COMPILER)
+    endif()
+  endif()
+  set(CMAKE_CUDA_ARCHITECTURES ${RAGGED_ATTENTION_CUDA_ARCHITECTURES})
+  check_language(CUDA)
+  if(CMAKE_CUDA_COMPILER)
+    enable_language(CUDA)
+    find_package(CUDAToolkit REQUIRED)
+    if(CUDAToolkit_VERSION VERSION_LESS 12.8)
+      message(FATAL_ERROR "ragged_attention needs CUDA 12.8 or newer, found ${CUDAToolkit_VERSION} "
+                          "(${CMAKE_CUDA_COMPILER}). Point CUDACXX at a newer nvcc, or build for the CPU alone with "
+                          "-DRAGGED_ATTENTION_CUDA=OFF.")
+    endif()
+    set(RAGGED_ATTENTION_HAS_CUDA ON)
+  elseif(cuda_option STREQUAL "ON")
+    message(FATAL_ERROR "RAGGED_ATTENTION_CUDA=ON, but no CUDA compiler was found. Put nvcc on the PATH, set CUDACXX or "
+                        "CUDA_HOME, or build for the CPU alone with -DRAGGED_ATTENTION_CUDA=OFF.")
+  endif()
+endif()
+
+if(RAGGED_ATTENTION_HAS_CUDA)
+  include(third_party/cutlass.cmake)
+  message(STATUS "ragged_attention: CUDA kernels ON (CUDA ${CUDAToolkit_VERSION}, architectures "
+                 "${RAGGED_ATTENTION_CUDA_ARCHITECTURES})")
+else()
+  message(STATUS "ragged_attention: CUDA kernels OFF, CPU backend only (RAGGED_ATTENTION_CUDA=${RAGGED_ATTENTION_CUDA})")
+endif()

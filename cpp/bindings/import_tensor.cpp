@@ -1,0 +1,186 @@
+#include "import_tensor.h"
+
+#include <string>
+
+#include "ragged_attention/error.h"
+
+namespace nb = nanobind;
+
+namespace ragged_attention {
+
+namespace {
+
+// DLPack's C exchange API, version 1: function pointers that a tensor type publishes as a capsule. It costs tens of
+// nanoseconds where __dlpack__() costs microseconds. Only the members we call are typed.
+struct ExchangeApi {
+  struct {
+    std::uint32_t major;
+    std::uint32_t minor;
+  } version;
+  ExchangeApi* previous;
+  void* managed_tensor_allocator;
+  void* managed_tensor_from_py_object_no_sync;
+  void* managed_tensor_to_py_object_no_sync;
+  int (*dltensor_from_py_object_no_sync)(void* object, nb::dlpack::dltensor* out);  // may be null
+  int (*current_work_stream)(int device_type, std::int32_t device, void** stream);
+};
+
+constexpr int kDlCpu = 1, kDlCuda = 2, kDlCudaHost = 3, kDlCudaManaged = 13;
+
+const ExchangeApi* exchange_api(nb::handle object) {
+  // One entry: calls in a row nearly always bring the same tensor type. Types are kept alive, so an address is a type.
+  static PyObject* last_type = nullptr;
+  static const ExchangeApi* last_api = nullptr;
+  const nb::handle type = object.type();
+  if (type.ptr() == last_type) return last_api;
+  const ExchangeApi* api = nullptr;
+  const nb::object capsule = nb::getattr(type, "__dlpack_c_exchange_api__", nb::none());
+  if (PyCapsule_IsValid(capsule.ptr(), "dlpack_exchange_api")) {
+    api = static_cast<const ExchangeApi*>(PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api"));
+    if (api->version.major != 1) api = nullptr;
+  }
+  if (last_type != nullptr) nb::handle(last_type).dec_ref();
+  type.inc_ref();
+  last_type = type.ptr();
+  last_api = api;
+  return api;
+}
+
+Device device_of(int type, int index) {
+  switch (type) {
+    case kDlCpu:
+    case kDlCudaHost: return {DeviceType::kCpu, 0};
+    case kDlCuda:
+    case kDlCudaManaged: return {DeviceType::kCuda, index};
+    default: return {DeviceType::kOther, type};
+  }
+}
+
+template <typename Shape, typename Strides>
+TensorView view_of(void* data, nb::dlpack::dtype dtype, Device device, std::size_t rank, Shape shape, Strides stride) {
+  TensorView view;
+  view.data = data;
+  view.dtype = {dtype.code, dtype.bits, dtype.lanes};
+  view.device = device;
+  view.rank = static_cast<int>(rank);
+  for (std::size_t i = 0; i < rank && i < TensorView::kMaxRank; ++i) {
+    view.shape[i] = shape(i);
+    view.strides[i] = stride(i);
+  }
+  return view;
+}
+
+TensorView view_of(const nb::dlpack::dltensor& tensor) {
+  std::int64_t packed[TensorView::kMaxRank] = {};
+  if (tensor.strides == nullptr) {  // DLPack: row-major
+    std::int64_t step = 1;
+    for (int i = tensor.ndim - 1; i >= 0; --i) {
+      if (i < TensorView::kMaxRank) packed[i] = step;
+      step *= tensor.shape[i];
+    }
+  }
+  const std::int64_t* strides = tensor.strides != nullptr ? tensor.strides : packed;
+  return view_of(static_cast<char*>(tensor.data) + tensor.byte_offset, tensor.dtype,
+                 device_of(tensor.device.device_type, tensor.device.device_id), static_cast<std::size_t>(tensor.ndim),
+                 [&](std::size_t i) { return tensor.shape[i]; }, [&](std::size_t i) { return strides[i]; });
+}
+
+std::string type_name(nb::handle object) { return nb::cast<std::string>(nb::str(object.type().attr("__name__"))); }
+
+[[noreturn]] void no_tensor(nb::handle object, const char* name, const std::string& why = "") {
+  const bool none = object.is_none();
+  throw TypeError(std::string(name) + ": expected a tensor that speaks DLPack (torch, CuPy, NumPy, ...), got " +
+                  (none ? "None" : type_name(object)) + (why.empty() ? "" : ": " + why));
+}
+
+nb::handle numpy_array_type() {
+  static PyObject* type = nb::module_::import_("numpy").attr("ndarray").release().ptr();
+  return type;
+}
+
+// A producer's capsule, its work ordered before `stream`.
+nb::object capsule_of(nb::handle object, std::optional<std::uintptr_t> stream) {
+  const nb::object method = object.attr("__dlpack__");
+  nb::dict keywords;
+  const auto device_type = nb::cast<int>(nb::object(object.attr("__dlpack_device__")())[0]);
+  if (stream && (device_type == kDlCuda || device_type == kDlCudaManaged)) {
+    keywords["stream"] = nb::int_(*stream == 0 ? std::uintptr_t{1} : *stream);  // DLPack: 1 is the legacy default stream
+  }
+  keywords["max_version"] = nb::make_tuple(1, 1);
+  try {
+    return method(**keywords);
+  } catch (nb::python_error& error) {
+    if (!error.matches(PyExc_TypeError)) throw;
+  }
+  PyDict_DelItemString(keywords.ptr(), "max_version");  // a producer from before DLPack 1.0
+  return method(**keywords);
+}
+
+}  // namespace
+
+std::optional<std::uintptr_t> current_stream(nb::handle object, std::int32_t device) {
+  const ExchangeApi* api = exchange_api(object);
+  if (api == nullptr || api->current_work_stream == nullptr) return std::nullopt;
+  void* stream = nullptr;
+  if (api->current_work_stream(kDlCuda, device, &stream) != 0) throw nb::python_error();
+  return reinterpret_cast<std::uintptr_t>(stream);
+}
+
+ImportedTensor import_tensor(nb::handle object, const char* name, Access access,
+                             std::optional<std::uintptr_t> stream) {
+  ImportedTensor result;
+  const ExchangeApi* api = exchange_api(object);
+  if (api != nullptr && api->dltensor_from_py_object_no_sync != nullptr) {
+    nb::dlpack::dltensor tensor;
+    if (api->dltensor_from_py_object_no_sync(object.ptr(), &tensor) != 0) {
+      const nb::python_error error;
+      no_tensor(object, name, error.what());
+    }
+    result.view = view_of(tensor);
+    return result;
+  }
+
+  std::optional<DType> logical;
+  nb::object source = nb::borrow(object);
+  const bool numpy = PyObject_IsInstance(object.ptr(), numpy_array_type().ptr()) == 1;
+  try {
+    if (numpy) {
+      // NumPy has no bfloat16 of its own, so DLPack can't carry it: take ml_dtypes' arrays as 16-bit integers.
+      const nb::object dtype = object.attr("dtype");
+      if (nb::cast<std::string>(dtype.attr("kind")) == "V" && nb::cast<std::string>(dtype.attr("name")) == "bfloat16") {
+        source = object.attr("view")("uint16");
+        logical = kBFloat16;
+      }
+    } else if (nb::hasattr(object, "__dlpack__") && nb::hasattr(object, "__dlpack_device__")) {
+      source = capsule_of(object, stream);
+    } else {
+      no_tensor(object, name);
+    }
+  } catch (const nb::python_error& error) {
+    no_tensor(object, name, error.what());
+  }
+
+  bool read_only = false;
+  if (!nb::try_cast(source, result.owner, false)) {
+    no_tensor(object, name, numpy ? "dtype " + nb::cast<std::string>(nb::str(object.attr("dtype"))) : "");
+  }
+  if (access == Access::kWrite) {
+    if (numpy) {
+      read_only = !nb::cast<bool>(object.attr("flags").attr("writeable"));
+    } else {
+      // The first cast consumed the capsule; a second one shows whether the producer lets it be written.
+      nb::ndarray<> writable;
+      read_only = !nb::try_cast(capsule_of(object, stream), writable, false);
+    }
+  }
+  const auto& array = result.owner;
+  result.view = view_of(const_cast<void*>(static_cast<const void*>(array.data())), array.dtype(),
+                        device_of(array.device_type(), array.device_id()), array.ndim(),
+                        [&](std::size_t i) { return static_cast<std::int64_t>(array.shape(i)); },
+                        [&](std::size_t i) { return array.stride(i); });
+  if (logical) result.view.dtype = *logical;
+  result.view.read_only = read_only;
+  return result;
+}
+
+}  // namespace ragged_attention

@@ -1,0 +1,30 @@
+// A Python object of any framework -> TensorView, through DLPack.
+#pragma once
+
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+
+#include <optional>
+
+#include "ragged_attention/tensor_view.h"
+
+namespace ragged_attention {
+
+enum class Access { kRead, kWrite };
+
+// A view and whatever keeps its memory alive. For a framework with DLPack's C exchange API nothing is needed: the caller
+// holds the object.
+struct ImportedTensor {
+  TensorView view;
+  nanobind::ndarray<nanobind::ro> owner;
+};
+
+// `stream` is the handle the work will run on: a producer orders its own pending work before it. Throws TypeError where
+// the object is no tensor.
+ImportedTensor import_tensor(nanobind::handle object, const char* name, Access access,
+                             std::optional<std::uintptr_t> stream);
+
+// The current stream of the object's framework on this device, if the framework has DLPack's C exchange API.
+std::optional<std::uintptr_t> current_stream(nanobind::handle object, std::int32_t device);
+
+}  // namespace ragged_attention

@@ -1,0 +1,35 @@
+// What host code needs of CUDA, without its headers. A build without CUDA kernels links cuda_absent.cpp instead, whose
+// versions refuse by name, so that dispatch needs no #ifdef.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+
+#include "common/check_values.h"
+#include "qsa_sparse_attention/params.h"
+#include "ragged_attention/build_info.h"
+#include "ragged_flash_attention/params.h"
+
+namespace ragged_attention {
+
+// Of one device, cached. Throws CudaError where the driver cannot answer, ValueError where there is no such device.
+const CudaDeviceInfo& cuda_device_info(int device);
+
+// Whether the kernels were compiled for a device of this compute capability.
+bool cuda_architecture_built(int major, int minor);
+
+// Where the stream is being captured into a graph, a synchronisation would invalidate the capture.
+bool cuda_stream_is_capturing(int device, void* stream);
+
+// The first bad place of a check on the device, or -1; `evidence` receives what the message needs. Synchronises.
+std::int64_t cuda_first_bad(const OffsetsCheck& check, int device, void* stream, Evidence* evidence);
+std::int64_t cuda_first_bad(const SelectionCheck& check, int device, void* stream, Evidence* evidence);
+
+// Enqueue on the stream of the device; the caller's current device is left as it was.
+void ragged_flash_attention_cuda(const RaggedParams& params, int device, void* stream);
+
+// Warps and unroll force the row-by-row kernel built with them; ValueError lists the built ones.
+void qsa_sparse_attention_cuda(const QsaParams& params, int device, void* stream, std::optional<std::int64_t> warps,
+                               std::optional<std::int64_t> unroll);
+
+}  // namespace ragged_attention

@@ -1,0 +1,2 @@
+#define RAGGED_ATTENTION_KERNEL qsa_row_baseline
+#include "qsa_sparse_attention/cpu/kernel.inl"

@@ -1,0 +1,26 @@
+#include "common/check_values.h"
+#include "common/cuda_host.h"
+#include "common/require_support.h"
+#include "ragged_flash_attention/validate.h"
+
+namespace ragged_attention {
+
+void ragged_flash_attention(const RaggedFlashAttentionArguments& arguments) {
+  const RaggedParams params = validate(arguments);
+  const Device device = arguments.q.device;
+  const Path path = require_support(
+      {Operation::kRaggedFlashAttention, device, params.dtype, params.head_dim,
+       params.num_kv_heads > 0 ? params.group() : 1});
+  if (arguments.check_values) {
+    check_not_capturing(device, arguments.stream);
+    check_offsets(params.rows, device, arguments.stream);
+  }
+  if (arguments.out.num_elements() == 0) return;
+  if (path == Path::kCpu) {
+    ragged_flash_attention_cpu(params);
+  } else {
+    ragged_flash_attention_cuda(params, device.index, arguments.stream);
+  }
+}
+
+}  // namespace ragged_attention

@@ -1,0 +1,181 @@
+"""What each framework does its own way: allocating a result, naming a dtype, and the current stream.
+
+No framework is imported here: a tensor of one shows that it is already loaded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from typing import Any
+
+import numpy as np
+
+from . import _C
+
+_JAX = (
+    "JAX arrays are not taken yet: results must be fresh arrays under jax.jit, which needs an XLA FFI handler that this "
+    "version does not have. Pass torch, CuPy or NumPy tensors (jax.dlpack and np.from_dlpack convert without a copy)"
+)
+
+
+class Framework:
+    """A framework known by DLPack alone: it cannot be asked for a new tensor."""
+
+    name = "DLPack"
+
+    def is_cuda(self, tensor: Any) -> bool:
+        return int(tensor.__dlpack_device__()[0]) in (2, 13)  # kDLCUDA, kDLCUDAManaged
+
+    def device_index(self, tensor: Any) -> int:
+        return int(tensor.__dlpack_device__()[1])
+
+    def current_stream(self, tensor: Any) -> int:
+        stream = _C.current_stream(tensor, self.device_index(tensor))
+        return 0 if stream is None else stream
+
+    def empty(self, like: Any, shape: tuple[int, ...], dtype: str | None, name: str) -> Any:
+        raise ValueError(
+            f"{name}: expected a tensor to write to, got None; {type(like).__name__} is known through DLPack alone, so "
+            f"pass out= (and lse= with return_lse=True)"
+        )
+
+    def refuse_gradients(self, tensors: dict[str, Any]) -> None:
+        """There is no backward pass: refuse a tensor whose gradient the caller would expect."""
+
+    def record_stream(self, tensor: Any, stream: int) -> None:
+        """Tell the allocator that a result is in use on a stream other than the current one."""
+
+
+class NumPy(Framework):
+    name = "NumPy"
+
+    def is_cuda(self, tensor: Any) -> bool:
+        return False
+
+    def empty(self, like: Any, shape: tuple[int, ...], dtype: str | None, name: str) -> Any:
+        return np.empty(shape, like.dtype if dtype is None else numpy_dtype(dtype))
+
+
+class CuPy(Framework):
+    name = "CuPy"
+
+    def is_cuda(self, tensor: Any) -> bool:
+        return True
+
+    def device_index(self, tensor: Any) -> int:
+        return int(tensor.device.id)
+
+    def current_stream(self, tensor: Any) -> int:
+        cupy = sys.modules["cupy"]
+        with self._current(cupy, tensor):
+            return int(cupy.cuda.get_current_stream().ptr)
+
+    def empty(self, like: Any, shape: tuple[int, ...], dtype: str | None, name: str) -> Any:
+        cupy = sys.modules["cupy"]
+        with self._current(cupy, like):
+            return cupy.empty(shape, like.dtype if dtype is None else numpy_dtype(dtype))
+
+    @staticmethod
+    def _current(cupy: Any, tensor: Any) -> Any:
+        if cupy.cuda.runtime.getDevice() == tensor.device.id:
+            return contextlib.nullcontext()
+        return tensor.device
+
+
+class Torch(Framework):
+    name = "torch"
+
+    def is_cuda(self, tensor: Any) -> bool:
+        return bool(tensor.is_cuda)
+
+    def device_index(self, tensor: Any) -> int:
+        return int(tensor.get_device())
+
+    def current_stream(self, tensor: Any) -> int:
+        index = tensor.get_device()
+        stream = _C.current_stream(tensor, index)
+        if stream is None:  # a torch from before DLPack's C exchange API
+            stream = int(sys.modules["torch"].cuda.current_stream(index).cuda_stream)
+        return stream
+
+    def empty(self, like: Any, shape: tuple[int, ...], dtype: str | None, name: str) -> Any:
+        if dtype is None:
+            return like.new_empty(shape)
+        return like.new_empty(shape, dtype=getattr(sys.modules["torch"], dtype))
+
+    def refuse_gradients(self, tensors: dict[str, Any]) -> None:
+        torch = sys.modules["torch"]
+        if not torch.is_grad_enabled():
+            return
+        for name, tensor in tensors.items():
+            if getattr(tensor, "requires_grad", False):
+                raise NotImplementedError(
+                    f"{name}: expected a tensor that does not require grad, got one with requires_grad=True while grad "
+                    f"mode is on; there is no backward yet: detach it, or call under torch.no_grad()"
+                )
+
+    def record_stream(self, tensor: Any, stream: int) -> None:
+        torch = sys.modules["torch"]
+        tensor.record_stream(torch.cuda.ExternalStream(stream, device=tensor.device))
+
+
+_NUMPY, _CUPY, _TORCH, _OTHER = NumPy(), CuPy(), Torch(), Framework()
+_KNOWN: dict[type, Framework] = {np.ndarray: _NUMPY}
+
+
+def framework_of(tensor: Any, name: str) -> Framework:
+    """The framework of a tensor by its type; TypeError where it is none, NotImplementedError for JAX."""
+    known = _KNOWN.get(type(tensor))
+    return known if known is not None else _recognise(tensor, name)
+
+
+def _recognise(tensor: Any, name: str) -> Framework:
+    kind = type(tensor)
+    roots = {base.__module__.partition(".")[0] for base in kind.__mro__}
+    if roots & {"jax", "jaxlib"}:
+        raise NotImplementedError(f"{name}: {_JAX}")
+    if "torch" in roots:
+        framework: Framework = _TORCH
+    elif "cupy" in roots:
+        framework = _CUPY
+    elif isinstance(tensor, np.ndarray):
+        framework = _NUMPY
+    elif hasattr(tensor, "__dlpack__") and hasattr(tensor, "__dlpack_device__"):
+        framework = _OTHER
+    else:
+        got = "None" if tensor is None else kind.__name__
+        raise TypeError(f"{name}: expected a tensor that speaks DLPack (torch, CuPy, NumPy, ...), got {got}")
+    _KNOWN[kind] = framework
+    return framework
+
+
+def numpy_dtype(name: str) -> np.dtype[Any]:
+    """A NumPy dtype by name; bfloat16 is the one of ml_dtypes."""
+    if name != "bfloat16":
+        return np.dtype(name)
+    try:
+        import ml_dtypes
+    except ImportError as error:
+        raise TypeError(
+            "out_dtype: bfloat16 in NumPy or CuPy needs the package ml_dtypes, which is not installed; pass out= or "
+            "choose float32"
+        ) from error
+    return np.dtype(ml_dtypes.bfloat16)
+
+
+def dtype_name(dtype: Any, name: str) -> str:
+    """'float32', 'float16' or 'bfloat16' of a framework's dtype, a NumPy dtype or a string."""
+    if isinstance(dtype, str):
+        text = dtype
+    elif type(dtype).__module__.partition(".")[0] == "torch":
+        text = str(dtype)
+    else:
+        try:
+            text = np.dtype(dtype).name
+        except TypeError:
+            text = repr(dtype)
+    text = text.removeprefix("torch.")
+    if text not in ("float32", "float16", "bfloat16"):
+        raise TypeError(f"{name}: expected float32, float16 or bfloat16, got {text}")
+    return text

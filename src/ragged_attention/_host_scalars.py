@@ -1,0 +1,65 @@
+"""Host scalars: Python numbers, NumPy scalars, and one-element arrays in host memory, as the source documents have them."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import numpy as np
+
+
+def _host_value(value: Any, name: str, expected: str) -> Any:
+    """The element of a one-element host array; anything that is no array as it is."""
+    if not hasattr(value, "__dlpack_device__"):
+        return value
+    if int(value.__dlpack_device__()[0]) not in (1, 3):  # kDLCPU, kDLCUDAHost
+        raise TypeError(
+            f"{name}: expected {expected} on the host, got a {type(value).__name__} in device memory, and reading it would "
+            f"synchronise; pass value.item()"
+        )
+    array = value if isinstance(value, np.ndarray) else np.from_dlpack(value)
+    if array.size != 1:
+        raise TypeError(f"{name}: expected {expected}, got an array of shape {list(array.shape)}")
+    return array.reshape(())[()]
+
+
+def host_int(value: Any, name: str) -> int:
+    number = value if type(value) is int else _host_int(value, name)
+    if not -(2**63) <= number < 2**63:
+        raise ValueError(f"{name}: expected a 64-bit integer, got {number}")
+    return number
+
+
+def _host_int(value: Any, name: str) -> int:
+    expected = "an integer or a one-element integer array"
+    scalar = _host_value(value, name, expected)
+    try:
+        if isinstance(scalar, (bool, np.bool_)):
+            raise TypeError
+        return operator.index(scalar)
+    except TypeError:
+        raise TypeError(f"{name}: expected {expected}, got {_described(value)}") from None
+
+
+def host_int_or_none(value: Any, name: str) -> int | None:
+    return None if value is None else host_int(value, name)
+
+
+def host_float_or_none(value: Any, name: str) -> float | None:
+    if value is None or type(value) is float:
+        return value
+    expected = "a number or a one-element array"
+    scalar = _host_value(value, name, expected)
+    try:
+        if isinstance(scalar, (bool, np.bool_, str, bytes)):
+            raise TypeError
+        return float(scalar)
+    except (TypeError, ValueError):
+        raise TypeError(f"{name}: expected {expected}, got {_described(value)}") from None
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, (bool, int, float, str, bytes)) or value is None:
+        return repr(value)
+    dtype = getattr(value, "dtype", None)
+    return type(value).__name__ + (f" of {dtype}" if dtype is not None else "")

@@ -1,0 +1,70 @@
+"""Devices, frameworks, random numbers, and which tests a machine can run.
+
+Two fixtures give the place to run: `backend`, one framework for each device, for everything about arithmetic; and
+`framework`, every framework on every device, for what the way in and out could change.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+
+import _frameworks
+import numpy as np
+import pytest
+
+SEED_VARIABLE = "RAGGED_ATTENTION_TEST_SEED"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--large", action="store_true", help="run the tests marked large on the CPU too")
+
+
+def pytest_configure() -> None:
+    # In the environment, so that the workers of pytest-xdist share it. A failure is repeated by setting it.
+    os.environ.setdefault(SEED_VARIABLE, str(int.from_bytes(os.urandom(4), "little")))
+
+
+def pytest_report_header() -> str:
+    usable = [f"{name}-{device}" for name, device in _frameworks.ALL if _frameworks.why_not(name, device) is None]
+    return f"ragged-attention: {SEED_VARIABLE}={os.environ[SEED_VARIABLE]}, frameworks: {', '.join(usable)}"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--large"):
+        return
+    for item in items:
+        parameters = item.callspec.params if hasattr(item, "callspec") else {}
+        if item.get_closest_marker("large") and parameters.get("backend", "cpu") == "cpu":
+            item.add_marker(pytest.mark.skip(reason="large: runs on a GPU, and on the CPU only with --large"))
+
+
+@pytest.fixture(scope="session", params=["cpu", "cuda"])
+def backend(request: pytest.FixtureRequest) -> _frameworks.Framework:
+    return _frameworks.first_framework(request.param)
+
+
+@pytest.fixture(scope="session", params=_frameworks.ALL, ids="-".join)
+def framework(request: pytest.FixtureRequest) -> _frameworks.Framework:
+    return _frameworks.open_framework(*request.param)
+
+
+@pytest.fixture(scope="session")
+def numpy_cpu() -> _frameworks.Framework:
+    return _frameworks.open_framework("numpy", "cpu")
+
+
+@pytest.fixture(scope="session", params=["cpu", "cuda"])
+def torch_device(request: pytest.FixtureRequest) -> _frameworks.Framework:
+    return _frameworks.open_framework("torch", request.param)
+
+
+@pytest.fixture(scope="session")
+def torch_cuda() -> _frameworks.Framework:
+    return _frameworks.open_framework("torch", "cuda")
+
+
+@pytest.fixture
+def rng(request: pytest.FixtureRequest) -> np.random.Generator:
+    """Fresh numbers in every run, the same in a repeat with the same seed, others in every test."""
+    return np.random.default_rng([int(os.environ[SEED_VARIABLE]), zlib.crc32(request.node.nodeid.encode())])
