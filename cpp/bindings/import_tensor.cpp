@@ -1,5 +1,7 @@
 #include "import_tensor.h"
 
+#include <nanobind/stl/string.h>
+
 #include <string>
 
 #include "ragged_attention/error.h"
@@ -85,16 +87,16 @@ TensorView view_of(const nb::dlpack::dltensor& tensor) {
                  [&](std::size_t i) { return tensor.shape[i]; }, [&](std::size_t i) { return strides[i]; });
 }
 
-std::string type_name(nb::handle object) { return nb::cast<std::string>(nb::str(object.type().attr("__name__"))); }
+std::string class_name(nb::handle object) { return nb::cast<std::string>(nb::str(object.type().attr("__name__"))); }
 
 [[noreturn]] void no_tensor(nb::handle object, const char* name, const std::string& why = "") {
   const bool none = object.is_none();
   throw TypeError(std::string(name) + ": expected a tensor that speaks DLPack (torch, CuPy, NumPy, ...), got " +
-                  (none ? "None" : type_name(object)) + (why.empty() ? "" : ": " + why));
+                  (none ? "None" : class_name(object)) + (why.empty() ? "" : ": " + why));
 }
 
 nb::handle numpy_array_type() {
-  static PyObject* type = nb::module_::import_("numpy").attr("ndarray").release().ptr();
+  static PyObject* type = nb::object(nb::module_::import_("numpy").attr("ndarray")).release().ptr();
   return type;
 }
 

@@ -77,14 +77,15 @@ def ragged_flash_attention(
     p_dtype = q.dtype if plain else None
 
     for _, begin, end, members in _rows_of_each_sequence(input_row_offsets, rows):
-        for head in range(num_q_heads):
-            keys = k[begin:end, head // group].astype(np.float64)
-            values = v[begin:end, head // group].astype(np.float64)
+        for kv_head in range(num_q_heads // group):
+            keys = k[begin:end, kv_head].astype(np.float64)
+            values = v[begin:end, kv_head].astype(np.float64)
             for place in members:
                 row = int(rows[place])
                 lo, hi = visible_keys(mask_str, local_window_size, row - begin, end - begin)
-                query = q[row, head].astype(np.float64)
-                out[place, head], lse[place, head] = _attend(query, keys[lo:hi], values[lo:hi], scale, p_dtype)
+                for head in range(kv_head * group, (kv_head + 1) * group):
+                    query = q[row, head].astype(np.float64)
+                    out[place, head], lse[place, head] = _attend(query, keys[lo:hi], values[lo:hi], scale, p_dtype)
     return (_rounded(out, q.dtype) if plain else out), lse
 
 
@@ -127,11 +128,12 @@ def qsa_sparse_attention(
             width = token_indices.shape[1]
             count = min(max(0, int(counts[row])), width)
             pages, offsets = _locate(token_indices[row, :count], length, kv_lookup_table[sequence], blocks.shape)
-            for head in range(num_q_heads):
-                keys = blocks[pages, 0, layer_idx, offsets, head // group].astype(np.float64)
-                values = blocks[pages, 1, layer_idx, offsets, head // group].astype(np.float64)
-                query = q[row, head].astype(np.float64)
-                out[place, head], lse[place, head] = _attend(query, keys, values, scale, p_dtype)
+            for kv_head in range(num_q_heads // group):
+                keys = blocks[pages, 0, layer_idx, offsets, kv_head].astype(np.float64)
+                values = blocks[pages, 1, layer_idx, offsets, kv_head].astype(np.float64)
+                for head in range(kv_head * group, (kv_head + 1) * group):
+                    query = q[row, head].astype(np.float64)
+                    out[place, head], lse[place, head] = _attend(query, keys, values, scale, p_dtype)
     return (_rounded(out, out_dtype or q.dtype) if plain else out), lse
 
 

@@ -307,7 +307,7 @@ LAYOUTS = {
 def packed_qkv(case: Case) -> Case:
     """q, k and v as slices of one [rows, q heads + 2 * kv heads, head_dim] tensor."""
     arrays = [case.array(name) for name in "qkv"]
-    total, _, head_dim = arrays[0].shape
+    head_dim = arrays[0].shape[2]
     all_heads = sum(array.shape[1] for array in arrays)
     buffer = np.concatenate(arrays, axis=1).reshape(-1)
     views, head = {}, 0

@@ -84,7 +84,9 @@ def assert_same_bits(got: Array, expected: Array, what: Any = "the result", othe
     )
 
 
-def assert_all_same_bits(results: Any, expected: Any, what: Any = "the result", other: Any = "the expected one") -> None:
+def assert_all_same_bits(
+    results: Any, expected: Any, what: Any = "the result", other: Any = "the expected one"
+) -> None:
     """Output and LSE at once."""
     for got, want in zip(results, expected, strict=True):
         assert_same_bits(got, want, what, other)

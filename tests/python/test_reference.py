@@ -50,7 +50,7 @@ def test_visible_keys_are_monotone_in_the_row():
     [("null", 4), ("causal", 1), ("sliding_window_causal", -1), ("chunked", 0), ("chunked_causal", -2), ("full", -1)],
 )
 def test_visible_keys_refuses_what_the_contract_refuses(mask_str, window):
-    with pytest.raises(ValueError, match="mask_str|local_window_size"):
+    with pytest.raises(ValueError, match=r"mask_str|local_window_size"):
         reference.visible_keys(mask_str, window, 0, 1)
 
 
@@ -205,7 +205,9 @@ def test_qsa_page_stride_reads_at_the_contracts_address():
 
 def test_qsa_attends_to_what_the_lists_name(rng):
     """All logits 0, and V the indicator of one token: the output is that token's share of the list."""
-    case = qsa_case(rng, [3, 2], [20, 33], heads=(2, 1), head_dim=8, width=9, lists=[[1, 5, 5, 22], [2], [], [7, 34], [0]])
+    case = qsa_case(
+        rng, [3, 2], [20, 33], heads=(2, 1), head_dim=8, width=9, lists=[[1, 5, 5, 22], [2], [], [7, 34], [0]]
+    )
     blocks = np.zeros(case.array("kv_blocks").shape)
     case = case.replace(q=np.zeros(case.array("q").shape))
     for sequence, row in [(0, 0), (0, 1), (0, 2), (1, 3), (1, 4)]:

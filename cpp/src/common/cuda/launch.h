@@ -1,0 +1,41 @@
+// Launching a kernel with its dynamic shared memory; included by .cu files only.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+
+#include "common/cuda/runtime.h"
+
+namespace ragged_attention {
+
+// A grid dimension's limit; kernels walk whatever is left over.
+constexpr std::int64_t kMaxGrid = 0x7fffffff;
+
+// One launch of `kernel` (a __global__ function of one argument) with `work` blocks on the current device. `kernel` is a
+// template argument so that each has its own memory of the devices where its shared memory was raised.
+template <auto kernel, typename Params>
+void launch(const Params& params, std::int64_t work, int threads, int shared_bytes, int device, cudaStream_t stream,
+            const char* doing) {
+  constexpr int kDefaultShared = 48 * 1024;
+  if (shared_bytes > kDefaultShared) {
+    static std::atomic<int> raised[64] = {};  // bytes, by device
+    const bool tracked = device < 64;
+    if (!tracked || raised[device].load(std::memory_order_relaxed) < shared_bytes) {
+      check_cuda(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
+                                      cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes),
+                 "raising a kernel's shared memory");
+      if (tracked) raised[device].store(shared_bytes, std::memory_order_relaxed);
+    }
+  }
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned>(std::min(work, kMaxGrid)));
+  config.blockDim = dim3(static_cast<unsigned>(threads));
+  config.dynamicSmemBytes = static_cast<std::size_t>(shared_bytes);
+  config.stream = stream;
+  check_cuda(cudaLaunchKernelEx(&config, kernel, params), doing);
+}
+
+}  // namespace ragged_attention

@@ -1,0 +1,212 @@
+#!/usr/bin/env python3
+"""Small calls of both operations, to be run under a memory checker: every buffer exactly as large as it must be.
+
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --error-exitcode 9 python scripts/sanitizer_cases.py
+
+The variable is needed: a caching allocator gives every tensor room around it and hides what the checker looks for.
+Results are compared with the reference where the inputs are valid; garbage needs only to be survived.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+import ragged_attention
+from ragged_attention import reference
+
+DTYPES = ("float32", "float16", "bfloat16")
+HEAD_DIMS = (8, 72, 80, 128, 256)
+MASKS = (
+    ("null", -1),
+    ("causal", -1),
+    ("sliding_window_causal", 5),
+    ("sliding_window_noncausal", 5),
+    ("chunked", 7),
+    ("chunked_causal", 7),
+)
+
+# Partial tiles of every size that a kernel may use, an empty sequence, and rows that no sequence owns at both ends.
+LENGTHS = (1, 0, 63, 65, 130, 7)
+BEFORE, AFTER = 2, 3
+
+PAGE_SIZE, PAGES, SPARE_PAGES = 16, 9, 2
+WIDTH = 51
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--no-reference", action="store_true", help="only run; compare nothing")
+    arguments = parser.parse_args()
+    cases = Cases(arguments.device, compare=not arguments.no_reference)
+    wrong = 0
+    for count, (name, error) in enumerate(cases.run(), start=1):
+        wrong += error is not None
+        print(f"{count:3} {name}: {error or 'ok'}", flush=True)
+    print(f"{count} cases, {wrong} wrong")
+    return 1 if wrong else 0
+
+
+class Cases:
+    def __init__(self, device: str, compare: bool) -> None:
+        self.device = device
+        self.compare = compare
+        self.rng = np.random.default_rng(1)
+
+    def run(self) -> Iterator[tuple[str, str | None]]:
+        for dtype, head_dim in itertools.product(DTYPES, HEAD_DIMS):
+            # Every mask with the head dims that have kernels of their own, two of them with the rest.
+            masks = MASKS if head_dim in (80, 128) else (MASKS[0], MASKS[2])
+            for mask, window in masks:
+                yield f"ragged {dtype} D {head_dim} {mask}", self.ragged(dtype, head_dim, mask, window)
+            for heads in ((24, 2), (3, 3)):
+                yield f"qsa {dtype} D {head_dim} heads {heads[0]}/{heads[1]}", self.qsa(dtype, head_dim, heads)
+        for dtype in DTYPES:
+            for kind in ("random", "negative", "descending", "past the end"):
+                yield f"ragged {dtype} offsets {kind}", self.garbage_offsets(dtype, kind)
+            for kind in ("indices", "counts", "table", "lengths", "offsets"):
+                yield f"qsa {dtype} garbage in {kind}", self.garbage_qsa(dtype, kind)
+
+    def tensor(self, array: np.ndarray, dtype: str | None = None) -> torch.Tensor:
+        tensor = torch.from_numpy(np.ascontiguousarray(array))
+        return tensor.to(self.device, None if dtype is None else getattr(torch, dtype))
+
+    def normal(self, dtype: str, *shape: int) -> torch.Tensor:
+        return self.tensor(self.rng.standard_normal(shape, dtype=np.float32), dtype)
+
+    def synchronize(self) -> None:
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+
+    def verdict(self, results: tuple[torch.Tensor, torch.Tensor], expected: Any, dtype: str) -> str | None:
+        self.synchronize()
+        if not self.compare:
+            return None
+        for what, got, wanted in zip(("out", "lse"), results, expected, strict=True):
+            limit = 1e-4 if what == "lse" or dtype == "float32" else 3e-2
+            got = got.double().cpu().numpy()
+            same = got == wanted  # also -inf
+            with np.errstate(invalid="ignore"):
+                close = np.abs(got - wanted) <= limit * np.maximum(1, np.abs(wanted))
+            if not np.all(same | close):
+                return f"{what} is wrong at {int(np.sum(~(same | close)))} of {got.size} places"
+        return None
+
+    def ragged_operands(self, dtype: str, head_dim: int) -> tuple[list[torch.Tensor], np.ndarray]:
+        offsets = np.cumsum([BEFORE, *LENGTHS]).astype(np.int32)
+        total = int(offsets[-1]) + AFTER
+        return [self.normal(dtype, total, heads, head_dim) for heads in (4, 2, 2)], offsets
+
+    def ragged(self, dtype: str, head_dim: int, mask: str, window: int) -> str | None:
+        tensors, offsets = self.ragged_operands(dtype, head_dim)
+        results = ragged_attention.ragged_flash_attention(
+            *tensors, self.tensor(offsets), mask_str=mask, local_window_size=window, return_lse=True
+        )
+        return self.verdict(results, self.sampled_ragged(tensors, offsets, mask, window, results), dtype)
+
+    def sampled_ragged(
+        self, tensors: list[torch.Tensor], offsets: np.ndarray, mask: str, window: int, results: Any
+    ) -> Any:
+        """The reference on some rows; the others are taken as they are, so that only the sampled ones can differ."""
+        if not self.compare:
+            return None
+        rows = np.array([0, *offsets[:-1], *(offsets[1:] - 1), int(offsets[-1])])
+        sampled = reference.ragged_flash_attention(
+            *(tensor.float().cpu().numpy() for tensor in tensors),
+            offsets,
+            mask_str=mask,
+            local_window_size=window,
+            rows=rows,
+        )
+        expected = [result.double().cpu().numpy() for result in results]
+        for whole, some in zip(expected, sampled, strict=True):
+            whole[rows] = some
+        return expected
+
+    def qsa_operands(self, dtype: str, head_dim: int, heads: tuple[int, int]) -> dict[str, Any]:
+        new_rows, cached = (1, 6, 0, 4), (100, 3, 50, 139)
+        offsets = np.cumsum([BEFORE, *new_rows]).astype(np.int32)
+        total = int(offsets[-1]) + AFTER
+        num_pages = len(new_rows) * PAGES + SPARE_PAGES
+        table = self.rng.permutation(num_pages)[: len(new_rows) * PAGES].reshape(len(new_rows), PAGES)
+        indices = self.rng.integers(-(2**31), 2**31, (total, WIDTH)).astype(np.int32)  # garbage past the count
+        counts = np.full(total, WIDTH, np.int32)
+        for sequence, (new, length) in enumerate(zip(new_rows, cached, strict=True)):
+            for i in range(new):
+                row = int(offsets[sequence]) + i
+                chosen = self.rng.permutation(length + i + 1)[:WIDTH]
+                indices[row, : len(chosen)] = chosen
+                counts[row] = len(chosen)
+        return {
+            "q": self.normal(dtype, total, heads[0], head_dim),
+            "input_row_offsets": offsets,
+            "kv_blocks": self.normal(dtype, num_pages, 2, 2, PAGE_SIZE, heads[1], head_dim),
+            "cache_lengths": np.array(cached, np.int32),
+            "kv_lookup_table": table.astype(np.int32),
+            "token_indices": indices,
+            "counts": counts,
+        }
+
+    def call_qsa(self, operands: dict[str, Any]) -> Any:
+        tensors = {
+            name: self.tensor(operand) if isinstance(operand, np.ndarray) else operand
+            for name, operand in operands.items()
+        }
+        return ragged_attention.qsa_sparse_attention(**tensors, layer_idx=1, return_lse=True)
+
+    def qsa(self, dtype: str, head_dim: int, heads: tuple[int, int]) -> str | None:
+        operands = self.qsa_operands(dtype, head_dim, heads)
+        results = self.call_qsa(operands)
+        expected = None
+        if self.compare:
+            arrays = {
+                name: operand if isinstance(operand, np.ndarray) else operand.float().cpu().numpy()
+                for name, operand in operands.items()
+            }
+            expected = reference.qsa_sparse_attention(**arrays, layer_idx=1)
+        return self.verdict(results, expected, dtype)
+
+    def garbage_offsets(self, dtype: str, kind: str) -> str | None:
+        tensors, offsets = self.ragged_operands(dtype, 128 if dtype != "float32" else 64)
+        total = len(tensors[0])
+        garbage = {
+            "random": self.rng.integers(-(2**31), 2**31, len(offsets)),
+            "negative": offsets - total,
+            "descending": offsets[::-1],
+            "past the end": offsets + total // 2,
+        }[kind]
+        for mask, window in (MASKS[0], MASKS[1], MASKS[2]):
+            ragged_attention.ragged_flash_attention(
+                *tensors,
+                self.tensor(garbage.astype(np.int32)),
+                mask_str=mask,
+                local_window_size=window,
+                return_lse=True,
+            )
+        self.synchronize()
+        return None
+
+    def garbage_qsa(self, dtype: str, kind: str) -> str | None:
+        operands = self.qsa_operands(dtype, 256, (24, 2))
+        name = {
+            "indices": "token_indices",
+            "counts": "counts",
+            "table": "kv_lookup_table",
+            "lengths": "cache_lengths",
+            "offsets": "input_row_offsets",
+        }[kind]
+        operands[name] = self.rng.integers(-(2**31), 2**31, operands[name].shape).astype(np.int32)
+        self.call_qsa(operands)
+        self.synchronize()
+        return None
+
+
+if __name__ == "__main__":
+    sys.exit(main())
