@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     timer = Timer(arguments.device)
     result = environment(arguments.device)
     # The sizes are a GPU's: a CPU measures its ceilings on smaller ones.
-    result["ceilings"] = ceilings.measure(timer, scale=1 if arguments.device == "cuda" else 8)
+    result["ceilings"] = ceilings.measure(timer, scale=1 if arguments.device == "cuda" else 32)
     result["cases"] = []
     for name in arguments.cases:
         print(name, flush=True)

@@ -76,7 +76,8 @@ class Cases:
 
     def tensor(self, array: np.ndarray, dtype: str | None = None) -> torch.Tensor:
         tensor = torch.from_numpy(np.ascontiguousarray(array))
-        return tensor.to(self.device, None if dtype is None else getattr(torch, dtype))
+        # Converted before it is copied: torch's kernels would be checked too, and take their time.
+        return (tensor if dtype is None else tensor.to(getattr(torch, dtype))).to(self.device)
 
     def normal(self, dtype: str, *shape: int) -> torch.Tensor:
         return self.tensor(self.rng.standard_normal(shape, dtype=np.float32), dtype)
@@ -91,7 +92,7 @@ class Cases:
             return None
         for what, got, wanted in zip(("out", "lse"), results, expected, strict=True):
             limit = 1e-4 if what == "lse" or dtype == "float32" else 3e-2
-            got = got.double().cpu().numpy()
+            got = got.cpu().double().numpy()
             same = got == wanted  # also -inf
             with np.errstate(invalid="ignore"):
                 close = np.abs(got - wanted) <= limit * np.maximum(1, np.abs(wanted))
@@ -119,13 +120,13 @@ class Cases:
             return None
         rows = np.array([0, *offsets[:-1], *(offsets[1:] - 1), int(offsets[-1])])
         sampled = reference.ragged_flash_attention(
-            *(tensor.float().cpu().numpy() for tensor in tensors),
+            *(tensor.cpu().float().numpy() for tensor in tensors),
             offsets,
             mask_str=mask,
             local_window_size=window,
             rows=rows,
         )
-        expected = [result.double().cpu().numpy() for result in results]
+        expected = [result.cpu().double().numpy() for result in results]
         for whole, some in zip(expected, sampled, strict=True):
             whole[rows] = some
         return expected
@@ -167,7 +168,7 @@ class Cases:
         expected = None
         if self.compare:
             arrays = {
-                name: operand if isinstance(operand, np.ndarray) else operand.float().cpu().numpy()
+                name: operand if isinstance(operand, np.ndarray) else operand.cpu().float().numpy()
                 for name, operand in operands.items()
             }
             expected = reference.qsa_sparse_attention(**arrays, layer_idx=1)

@@ -28,7 +28,8 @@ endfunction()
 ragged_attention_add_cpu_kernels(baseline)
 if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|AMD64|amd64)$" AND CMAKE_SIZEOF_VOID_P EQUAL 8)
   ragged_attention_add_cpu_kernels(avx2 -mavx2 -mfma -mf16c)
-  ragged_attention_add_cpu_kernels(avx512 -mavx2 -mfma -mf16c -mavx512f -mavx512bw -mavx512dq -mavx512vl)
+  # GCC 12 warns of its own AVX-512 headers.
+  ragged_attention_add_cpu_kernels(avx512 $<$<CXX_COMPILER_ID:GNU>:-Wno-maybe-uninitialized> -mavx2 -mfma -mf16c -mavx512f -mavx512bw -mavx512dq -mavx512vl)
   target_compile_definitions(ragged_attention_cpu PRIVATE RAGGED_ATTENTION_CPU_X86)
 endif()
 

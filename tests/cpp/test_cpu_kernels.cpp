@@ -23,7 +23,8 @@ namespace {
 constexpr float kInf = std::numeric_limits<float>::infinity();
 constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 
-// --- Element types, written independently of the kernels' conversions -------------------------------------------------
+// --- Element types, written independently of the kernels' conversions
+// -------------------------------------------------
 
 // Rounds to a format of `digits` significant bits whose smallest normal exponent is `lowest`, ties to even.
 double round_to(double x, int digits, int lowest, double largest) {
@@ -58,8 +59,8 @@ double decode_half(std::uint16_t bits) {
   return sign * (exponent == 0 ? mantissa * 0x1p-24 : std::ldexp(1024 + mantissa, exponent - 25));
 }
 
-// An array of one of the three types, in memory of exactly its size (so that AddressSanitizer sees every overrun) and, if
-// wished, aligned to its elements only.
+// An array of one of the three types, in memory of exactly its size (so that AddressSanitizer sees every overrun) and,
+// if wished, aligned to its elements only.
 class Array {
  public:
   Array(DType dtype, std::int64_t size, bool misaligned = false) : dtype_(dtype), size_(size) {
@@ -79,7 +80,10 @@ class Array {
       std::uint32_t bits;
       std::memcpy(&bits, &x, 4);
       const std::uint16_t high = static_cast<std::uint16_t>(bits >> 16);
-      if (dtype_ == kBFloat16) std::memcpy(at(i), &high, 2); else std::memcpy(at(i), &x, 4);
+      if (dtype_ == kBFloat16)
+        std::memcpy(at(i), &high, 2);
+      else
+        std::memcpy(at(i), &x, 4);
     }
   }
 
@@ -89,7 +93,10 @@ class Array {
     if (dtype_ == kFloat16) return decode_half(half);
     const std::uint32_t wide = static_cast<std::uint32_t>(half) << 16;
     float x;
-    if (dtype_ == kBFloat16) std::memcpy(&x, &wide, 4); else std::memcpy(&x, at(i), 4);
+    if (dtype_ == kBFloat16)
+      std::memcpy(&x, &wide, 4);
+    else
+      std::memcpy(&x, at(i), 4);
     return static_cast<double>(x);
   }
 
@@ -108,7 +115,8 @@ class Array {
   std::unique_ptr<char[]> memory_;
 };
 
-// --- One row of attention in double precision -------------------------------------------------------------------------
+// --- One row of attention in double precision
+// -------------------------------------------------------------------------
 
 struct RowResult {
   std::vector<double> out;
@@ -136,7 +144,8 @@ RowResult attend(const std::function<double(int)>& query, std::int64_t n,
   }
   if (sum == 0.0) return result;
   for (std::int64_t j = 0; j < n; ++j) {
-    for (int d = 0; d < head_dim; ++d) result.out[static_cast<std::size_t>(d)] += scores[static_cast<std::size_t>(j)] * value(j, d) / sum;
+    for (int d = 0; d < head_dim; ++d)
+      result.out[static_cast<std::size_t>(d)] += scores[static_cast<std::size_t>(j)] * value(j, d) / sum;
   }
   result.lse = max + std::log(sum);
   return result;
@@ -184,17 +193,24 @@ void for_each_isa(const std::function<void()>& test) {
   set_cpu_isa(before);
 }
 
-// --- ragged_flash_attention -------------------------------------------------------------------------------------------
+// --- ragged_flash_attention
+// -------------------------------------------------------------------------------------------
 
 bool sees(const Mask& mask, std::int64_t i, std::int64_t j) {
   const std::int64_t w = mask.window;
   switch (mask.kind) {
-    case MaskKind::kNull: return true;
-    case MaskKind::kCausal: return j <= i;
-    case MaskKind::kSlidingWindowCausal: return i - w + 1 <= j && j <= i;
-    case MaskKind::kSlidingWindowNoncausal: return j >= i - w + 1;
-    case MaskKind::kChunked: return i / w == j / w;
-    case MaskKind::kChunkedCausal: return j <= i && i / w == j / w;
+    case MaskKind::kNull:
+      return true;
+    case MaskKind::kCausal:
+      return j <= i;
+    case MaskKind::kSlidingWindowCausal:
+      return i - w + 1 <= j && j <= i;
+    case MaskKind::kSlidingWindowNoncausal:
+      return j >= i - w + 1;
+    case MaskKind::kChunked:
+      return i / w == j / w;
+    case MaskKind::kChunkedCausal:
+      return j <= i && i / w == j / w;
   }
   return false;
 }
@@ -206,14 +222,16 @@ struct RaggedCase {
   std::int64_t total = 5;
   Mask mask;
   float scale = 0.125f;
-  bool padded = false;      // q, k, v lie in one buffer with NaN between their rows and heads
+  bool padded = false;  // q, k, v lie in one buffer with NaN between their rows and heads
   bool misaligned = false;
 
   std::shared_ptr<Array> q, k, v, out;
   std::vector<float> lse;
   RaggedParams params;
 
-  std::int64_t row_elements(int heads) const { return heads * std::int64_t{head_dim + (padded ? 8 : 0)} + (padded ? 16 : 0); }
+  std::int64_t row_elements(int heads) const {
+    return heads * std::int64_t{head_dim + (padded ? 8 : 0)} + (padded ? 16 : 0);
+  }
 
   void allocate(unsigned seed = 1) {
     std::mt19937 random(seed);
@@ -281,12 +299,17 @@ struct RaggedCase {
       }
       for (int h = 0; h < num_q_heads; ++h) {
         const int kv = h / (num_q_heads / num_kv_heads);
-        const RowResult row = attend(
-            [&](int d) { return q->get(index(num_q_heads, r, h, d)); }, static_cast<std::int64_t>(keys.size()),
-            [&](std::int64_t j, int d) { return k->get(index(num_kv_heads, keys[static_cast<std::size_t>(j)], kv, d)); },
-            [&](std::int64_t j, int d) { return v->get(index(num_kv_heads, keys[static_cast<std::size_t>(j)], kv, d)); },
-            head_dim, static_cast<double>(scale));
-        for (int d = 0; d < head_dim; ++d) comparison.out(out->get(index(num_q_heads, r, h, d)), row.out[static_cast<std::size_t>(d)]);
+        const RowResult row =
+            attend([&](int d) { return q->get(index(num_q_heads, r, h, d)); }, static_cast<std::int64_t>(keys.size()),
+                   [&](std::int64_t j, int d) {
+                     return k->get(index(num_kv_heads, keys[static_cast<std::size_t>(j)], kv, d));
+                   },
+                   [&](std::int64_t j, int d) {
+                     return v->get(index(num_kv_heads, keys[static_cast<std::size_t>(j)], kv, d));
+                   },
+                   head_dim, static_cast<double>(scale));
+        for (int d = 0; d < head_dim; ++d)
+          comparison.out(out->get(index(num_q_heads, r, h, d)), row.out[static_cast<std::size_t>(d)]);
         comparison.lse(static_cast<double>(lse[static_cast<std::size_t>(h * total + r)]), row.lse);
       }
     }
@@ -405,7 +428,8 @@ TEST_CASE("ragged: group sizes, past one tile of heads too") {
 TEST_CASE("ragged: several key blocks at the head dims of each block size") {
   for_each_isa([] {
     for (const int head_dim : {64, 128, 192}) {
-      for (const Mask& mask : {Mask{MaskKind::kNull, -1}, Mask{MaskKind::kCausal, -1}, Mask{MaskKind::kSlidingWindowCausal, 100}}) {
+      for (const Mask& mask :
+           {Mask{MaskKind::kNull, -1}, Mask{MaskKind::kCausal, -1}, Mask{MaskKind::kSlidingWindowCausal, 100}}) {
         RaggedCase c;
         c.num_q_heads = 1;
         c.head_dim = head_dim;
@@ -501,8 +525,8 @@ TEST_CASE("ragged: a sequence's bits depend on nothing but itself") {
       const auto same = [&](const RaggedCase& other, std::int64_t shift) {
         bool equal = true;
         for (std::int64_t r = 9; r < 309; ++r) {
-          equal = equal && std::memcmp(batch.out->at(batch.index(6, r, 0, 0)), other.out->at(batch.index(6, r - shift, 0, 0)),
-                                       sizeof(float) * 6 * 72) == 0;
+          equal = equal && std::memcmp(batch.out->at(batch.index(6, r, 0, 0)),
+                                       other.out->at(batch.index(6, r - shift, 0, 0)), sizeof(float) * 6 * 72) == 0;
           for (int h = 0; h < 6; ++h) {
             equal = equal && batch.lse[static_cast<std::size_t>(h * batch.total + r)] ==
                                  other.lse[static_cast<std::size_t>(h * other.total + r - shift)];
@@ -515,9 +539,12 @@ TEST_CASE("ragged: a sequence's bits depend on nothing but itself") {
       alone.total = 300;
       alone.allocate();
       for (std::int64_t r = 0; r < 300; ++r) {
-        std::memcpy(alone.q->at(alone.index(6, r, 0, 0)), batch.q->at(batch.index(6, r + 9, 0, 0)), sizeof(float) * 6 * 72);
-        std::memcpy(alone.k->at(alone.index(2, r, 0, 0)), batch.k->at(batch.index(2, r + 9, 0, 0)), sizeof(float) * 2 * 72);
-        std::memcpy(alone.v->at(alone.index(2, r, 0, 0)), batch.v->at(batch.index(2, r + 9, 0, 0)), sizeof(float) * 2 * 72);
+        std::memcpy(alone.q->at(alone.index(6, r, 0, 0)), batch.q->at(batch.index(6, r + 9, 0, 0)),
+                    sizeof(float) * 6 * 72);
+        std::memcpy(alone.k->at(alone.index(2, r, 0, 0)), batch.k->at(batch.index(2, r + 9, 0, 0)),
+                    sizeof(float) * 2 * 72);
+        std::memcpy(alone.v->at(alone.index(2, r, 0, 0)), batch.v->at(batch.index(2, r + 9, 0, 0)),
+                    sizeof(float) * 2 * 72);
       }
       alone.run();
       CHECK(same(alone, 9));
@@ -535,8 +562,8 @@ TEST_CASE("ragged: a sequence's bits depend on nothing but itself") {
 
 TEST_CASE("ragged: garbage offsets read and write nothing outside the tensors") {
   for_each_isa([] {
-    const std::int64_t values[] = {-1, 0, 3, 7, 8, 1000, std::numeric_limits<std::int64_t>::min(),
-                                   std::numeric_limits<std::int64_t>::max()};
+    const std::int64_t values[] = {
+        -1, 0, 3, 7, 8, 1000, std::numeric_limits<std::int64_t>::min(), std::numeric_limits<std::int64_t>::max()};
     const int before = num_threads();
     set_num_threads(1);  // sequences may overlap: only one thread may write their rows
     for (const std::int64_t a : values) {
@@ -621,7 +648,8 @@ TEST_CASE("ragged: stride 0 and negative strides") {
   });
 }
 
-// --- qsa_sparse_attention ---------------------------------------------------------------------------------------------
+// --- qsa_sparse_attention
+// ---------------------------------------------------------------------------------------------
 
 struct QsaCase {
   DType dtype = kFloat32, out_dtype = kFloat32;
@@ -657,7 +685,8 @@ struct QsaCase {
     tokens.resize(static_cast<std::size_t>(total * selection_width));
     for (std::int32_t& token : tokens) token = static_cast<std::int32_t>(random() % 45) - 5;  // some out of range
     counts.resize(static_cast<std::size_t>(total));
-    for (std::int32_t& count : counts) count = static_cast<std::int32_t>(random() % static_cast<unsigned>(selection_width + 4)) - 1;
+    for (std::int32_t& count : counts)
+      count = static_cast<std::int32_t>(random() % static_cast<unsigned>(selection_width + 4)) - 1;
   }
 
   void prepare() {
@@ -729,9 +758,11 @@ struct QsaCase {
             return kv->get(cache_index(key.first, which, key.second, kv_head, d));
           };
         };
-        const RowResult row = attend([&](int d) { return q->get(index(r, h, d)); }, static_cast<std::int64_t>(keys.size()),
-                                     element(0), element(1), head_dim, static_cast<double>(scale));
-        for (int d = 0; d < head_dim; ++d) comparison.out(out->get(index(r, h, d)), row.out[static_cast<std::size_t>(d)]);
+        const RowResult row =
+            attend([&](int d) { return q->get(index(r, h, d)); }, static_cast<std::int64_t>(keys.size()), element(0),
+                   element(1), head_dim, static_cast<double>(scale));
+        for (int d = 0; d < head_dim; ++d)
+          comparison.out(out->get(index(r, h, d)), row.out[static_cast<std::size_t>(d)]);
         comparison.lse(static_cast<double>(lse[static_cast<std::size_t>(r * num_q_heads + h)]), row.lse);
       }
     }
@@ -820,7 +851,8 @@ TEST_CASE("qsa: what a row does not list never reaches it") {
           if (keep[static_cast<std::size_t>(page * 4 + offset)]) continue;
           for (int which = 0; which < 2; ++which) {
             for (int head = 0; head < 2; ++head) {
-              for (int d = 0; d < 32; ++d) c.kv->set(c.cache_index(page, which, offset, head, d), static_cast<double>(value));
+              for (int d = 0; d < 32; ++d)
+                c.kv->set(c.cache_index(page, which, offset, head, d), static_cast<double>(value));
             }
           }
         }
@@ -940,7 +972,8 @@ TEST_CASE("qsa: pages, tokens and lists backwards in memory") {
     const std::int64_t page = 2 * c.page_size * c.token_elements();
     Array reversed(kFloat32, c.kv->size());
     for (std::int64_t p = 0; p < c.num_pages; ++p) {
-      std::memcpy(reversed.at((c.num_pages - 1 - p) * page), c.kv->at(p * page), static_cast<std::size_t>(page) * sizeof(float));
+      std::memcpy(reversed.at((c.num_pages - 1 - p) * page), c.kv->at(p * page),
+                  static_cast<std::size_t>(page) * sizeof(float));
     }
     QsaParams params = c.params;
     params.cache.k = reversed.at((c.num_pages - 1) * page);
@@ -968,7 +1001,8 @@ std::vector<std::uint32_t> pass_through(const std::vector<std::uint32_t>& bits, 
   const std::int64_t in_bytes = dtype.bytes(), out_bytes = out_dtype.bytes();
   std::vector<char> v(static_cast<std::size_t>(n * 8 * in_bytes)), zeros(v.size(), 0);
   std::vector<char> out(static_cast<std::size_t>(n * 8 * out_bytes));
-  for (std::size_t i = 0; i < bits.size(); ++i) std::memcpy(v.data() + static_cast<std::int64_t>(i) * in_bytes, &bits[i], static_cast<std::size_t>(in_bytes));
+  for (std::size_t i = 0; i < bits.size(); ++i)
+    std::memcpy(v.data() + static_cast<std::int64_t>(i) * in_bytes, &bits[i], static_cast<std::size_t>(in_bytes));
   std::vector<std::int32_t> tokens(static_cast<std::size_t>(n)), counts(static_cast<std::size_t>(n), 1);
   for (std::size_t i = 0; i < tokens.size(); ++i) tokens[i] = static_cast<std::int32_t>(i);
   const std::int64_t offsets[] = {0, n}, lengths[] = {0};
@@ -996,7 +1030,8 @@ std::vector<std::uint32_t> pass_through(const std::vector<std::uint32_t>& bits, 
   params.head_dim = 8;
   qsa_sparse_attention_cpu(params);
   std::vector<std::uint32_t> result(bits.size(), 0);
-  for (std::size_t i = 0; i < bits.size(); ++i) std::memcpy(&result[i], out.data() + static_cast<std::int64_t>(i) * out_bytes, static_cast<std::size_t>(out_bytes));
+  for (std::size_t i = 0; i < bits.size(); ++i)
+    std::memcpy(&result[i], out.data() + static_cast<std::int64_t>(i) * out_bytes, static_cast<std::size_t>(out_bytes));
   return result;
 }
 
@@ -1024,7 +1059,8 @@ TEST_CASE("conversions: every float16 and bfloat16 to float32 and back") {
       int bad = 0;
       for (std::uint32_t i = 0; i < 65536; ++i) {
         const auto decode = [&](std::uint32_t bits) {
-          return dtype == kFloat16 ? decode_half(static_cast<std::uint16_t>(bits)) : static_cast<double>(float_of(bits << 16));
+          return dtype == kFloat16 ? decode_half(static_cast<std::uint16_t>(bits))
+                                   : static_cast<double>(float_of(bits << 16));
         };
         bad += !same_value(static_cast<double>(float_of(wide[i])), decode(i));
         bad += !same_value(decode(same[i]), decode(i));
@@ -1040,20 +1076,24 @@ TEST_CASE("conversions: float32 rounds to nearest even at, below and above every
       std::vector<std::uint32_t> inputs;
       for (std::uint32_t i = 0; i < 32768; ++i) {
         // The tie between the i-th value and the next, and its neighbours; for float16 in half a subnormal's steps too.
-        const float value = dtype == kFloat16 ? static_cast<float>(decode_half(static_cast<std::uint16_t>(i))) : float_of(i << 16);
-        const float next = dtype == kFloat16 ? static_cast<float>(decode_half(static_cast<std::uint16_t>(i + 1))) : float_of((i + 1) << 16);
+        const float value =
+            dtype == kFloat16 ? static_cast<float>(decode_half(static_cast<std::uint16_t>(i))) : float_of(i << 16);
+        const float next = dtype == kFloat16 ? static_cast<float>(decode_half(static_cast<std::uint16_t>(i + 1)))
+                                             : float_of((i + 1) << 16);
         std::uint32_t tie = bits_of(static_cast<float>((static_cast<double>(value) + static_cast<double>(next)) / 2));
         if (!std::isfinite(next)) tie = dtype == kFloat16 ? bits_of(65520.0f) : 0x7f7f8000u;
         if (!std::isfinite(value)) tie = (i << 16) | 0x7fc00001u;
         for (const std::uint32_t sign : {0u, 0x80000000u}) {
-          for (const std::uint32_t bits : {tie, tie + 1, tie == 0 ? 0 : tie - 1, bits_of(value)}) inputs.push_back(bits | sign);
+          for (const std::uint32_t bits : {tie, tie + 1, tie == 0 ? 0 : tie - 1, bits_of(value)})
+            inputs.push_back(bits | sign);
         }
       }
       const std::vector<std::uint32_t> outputs = pass_through(inputs, kFloat32, dtype);
       int bad = 0;
       for (std::size_t i = 0; i < inputs.size(); ++i) {
         const double expected = round_to(static_cast<double>(float_of(inputs[i])), dtype);
-        const double actual = dtype == kFloat16 ? decode_half(static_cast<std::uint16_t>(outputs[i])) : static_cast<double>(float_of(outputs[i] << 16));
+        const double actual = dtype == kFloat16 ? decode_half(static_cast<std::uint16_t>(outputs[i]))
+                                                : static_cast<double>(float_of(outputs[i] << 16));
         bad += !same_value(actual, expected);
       }
       CHECK(bad == 0);

@@ -10,19 +10,26 @@
 namespace ragged_attention {
 namespace {
 
-constexpr MaskKind kKinds[] = {MaskKind::kNull,    MaskKind::kCausal,       MaskKind::kSlidingWindowCausal,
-                               MaskKind::kSlidingWindowNoncausal, MaskKind::kChunked, MaskKind::kChunkedCausal};
+constexpr MaskKind kKinds[] = {
+    MaskKind::kNull,    MaskKind::kCausal,       MaskKind::kSlidingWindowCausal, MaskKind::kSlidingWindowNoncausal,
+    MaskKind::kChunked, MaskKind::kChunkedCausal};
 
 bool has_window(MaskKind kind) { return kind != MaskKind::kNull && kind != MaskKind::kCausal; }
 
 bool sees(MaskKind kind, std::int64_t w, std::int64_t i, std::int64_t j) {
   switch (kind) {
-    case MaskKind::kNull: return true;
-    case MaskKind::kCausal: return j <= i;
-    case MaskKind::kSlidingWindowCausal: return i - w + 1 <= j && j <= i;
-    case MaskKind::kSlidingWindowNoncausal: return j >= i - w + 1;
-    case MaskKind::kChunked: return i / w == j / w;
-    case MaskKind::kChunkedCausal: return j <= i && i / w == j / w;
+    case MaskKind::kNull:
+      return true;
+    case MaskKind::kCausal:
+      return j <= i;
+    case MaskKind::kSlidingWindowCausal:
+      return i - w + 1 <= j && j <= i;
+    case MaskKind::kSlidingWindowNoncausal:
+      return j >= i - w + 1;
+    case MaskKind::kChunked:
+      return i / w == j / w;
+    case MaskKind::kChunkedCausal:
+      return j <= i && i / w == j / w;
   }
   return false;
 }

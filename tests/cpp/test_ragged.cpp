@@ -19,7 +19,8 @@ RaggedRows rows_of(const std::vector<std::int64_t>& offsets, std::int64_t total)
 }
 
 // Calls visit(offsets) for every non-decreasing vector of batch + 1 offsets in [0, total].
-void for_all_offsets(std::int64_t total, int batch, const std::function<void(const std::vector<std::int64_t>&)>& visit) {
+void for_all_offsets(std::int64_t total, int batch,
+                     const std::function<void(const std::vector<std::int64_t>&)>& visit) {
   std::vector<std::int64_t> offsets(static_cast<std::size_t>(batch) + 1, 0);
   std::function<void(std::size_t, std::int64_t)> fill = [&](std::size_t at, std::int64_t least) {
     if (at == offsets.size()) return visit(offsets);
@@ -108,8 +109,8 @@ TEST_CASE("each row is in one tile, for random offsets of larger totals") {
 }
 
 TEST_CASE("garbage offsets never leave the rows") {
-  const std::int64_t values[] = {0, 3, 5, -1, 6, 1000, std::numeric_limits<std::int64_t>::min(),
-                                 std::numeric_limits<std::int64_t>::max()};
+  const std::int64_t values[] = {
+      0, 3, 5, -1, 6, 1000, std::numeric_limits<std::int64_t>::min(), std::numeric_limits<std::int64_t>::max()};
   const std::int64_t total = 5;
   int bad = 0;
   for (const std::int64_t a : values) {

@@ -229,11 +229,12 @@ def test_logits_far_below_a_finite_minus_infinity(backend, rng, dtype, base):
     assert np.all(np.isfinite(lse))
 
 
-def test_logits_down_to_the_end_of_float32(backend, rng):
-    """Finite scores of -3e38: no mask value is that low."""
+@pytest.mark.parametrize("score", [-1e30, -2e38, -3e38])
+def test_logits_down_to_the_end_of_float32(backend, rng, score):
+    """Finite scores that no mask value lies below; times log2(e), the last one is not even a float32."""
     case = ragged_case(rng, [40], heads=(1, 1), head_dim=8, mask_str="null", scale=1.0)
     q, k = np.zeros((2, 40, 1, 8), np.float32)
-    q[..., 0], k[..., 0] = 1, -3e38
+    q[..., 0], k[..., 0] = 1, score
     out, _ = case.replace(q=q, k=k).run_and_check(backend)
     assert np.all(np.isfinite(out))
 

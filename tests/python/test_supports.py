@@ -75,13 +75,11 @@ def test_other_dtypes_are_not(op, dtype):
     assert "bfloat16" in reason_why_not(op, dtype=dtype)
 
 
-@each_op
-def test_every_mask_is_supported_and_others_are_refused_with_the_six(backend, op):
-    if op == RAGGED:
-        for mask_str in reference.MASKS:
-            assert ask(op, backend.device, mask_str=mask_str).ok
-    with pytest.raises(ValueError, match=r"mask_str"):
-        ask(op, backend.device, mask_str="alibi" if op == RAGGED else "causal")
+def test_every_mask_is_supported_and_others_are_refused_with_the_six(backend):
+    for mask_str in reference.MASKS:
+        assert ask(RAGGED, backend.device, mask_str=mask_str).ok
+    with pytest.raises(ValueError, match=r"mask_str.*null.*sliding_window_noncausal.*alibi"):
+        ask(RAGGED, backend.device, mask_str="alibi")
 
 
 @each_op
@@ -108,7 +106,7 @@ def test_unknown_devices_are_refused_by_name(device):
 
 
 def test_unknown_operations_are_refused_by_name():
-    with pytest.raises(ValueError, match=r"\bop\b.*flash.*ragged_flash_attention.*qsa_sparse_attention"):
+    with pytest.raises(ValueError, match=r"\bop\b.*ragged_flash_attention.*qsa_sparse_attention.*'flash'"):
         ask("flash")
 
 

@@ -29,7 +29,8 @@ CpuIsa initial_isa() {
     if (name == cpu_isa_name(isa) || (name == "baseline" && isa == CpuIsa::kBaseline)) return isa;
     accepted += std::string(", '") + cpu_isa_name(isa) + "'";
   }
-  throw ValueError("the environment variable RAGGED_ATTENTION_CPU_ISA is '" + name + "'; this machine runs " + accepted);
+  throw ValueError("the environment variable RAGGED_ATTENTION_CPU_ISA is '" + name + "'; this machine runs " +
+                   accepted);
 }
 
 std::atomic<int> g_isa{-1};  // -1: not asked for yet
@@ -38,7 +39,8 @@ std::atomic<int> g_isa{-1};  // -1: not asked for yet
 
 bool cpu_isa_supported(CpuIsa isa) {
   switch (isa) {
-    case CpuIsa::kBaseline: return true;
+    case CpuIsa::kBaseline:
+      return true;
 #if defined(RAGGED_ATTENTION_CPU_X86)
     // __builtin_cpu_supports asks the operating system too (XGETBV): a kernel that does not save the registers counts
     // as a processor without them.
@@ -49,7 +51,8 @@ bool cpu_isa_supported(CpuIsa isa) {
              __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
              __builtin_cpu_supports("avx512vl");
 #endif
-    default: return false;
+    default:
+      return false;
   }
 }
 
@@ -71,8 +74,10 @@ void set_cpu_isa(CpuIsa isa) {
 
 const char* cpu_isa_name(CpuIsa isa) {
   switch (isa) {
-    case CpuIsa::kAvx2: return "avx2";
-    case CpuIsa::kAvx512: return "avx512";
+    case CpuIsa::kAvx2:
+      return "avx2";
+    case CpuIsa::kAvx512:
+      return "avx512";
     default:
 #if defined(RAGGED_ATTENTION_CPU_X86)
       return "sse2";

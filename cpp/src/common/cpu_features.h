@@ -9,8 +9,8 @@ namespace ragged_attention {
 enum class CpuIsa : std::int32_t { kBaseline, kAvx2, kAvx512 };
 
 // The highest level that this processor and its operating system support, or a lower one that the environment variable
-// RAGGED_ATTENTION_CPU_ISA asks for (read once, at first use): "baseline", or a name that cpu_isa_name gives. A level that
-// the machine lacks, or a name of another architecture's, is a ValueError.
+// RAGGED_ATTENTION_CPU_ISA asks for (read once, at first use): "baseline", or a name that cpu_isa_name gives. A level
+// that the machine lacks, or a name of another architecture's, is a ValueError.
 CpuIsa cpu_isa();
 
 // Overrides it, for tests. ValueError if this machine does not support the level.

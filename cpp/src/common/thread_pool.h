@@ -21,10 +21,10 @@ using TaskFunction = void (*)(void* context, std::int64_t task);
 void parallel_for(std::int64_t num_tasks, TaskFunction function, void* context);
 }  // namespace detail
 
-// Calls function(task) once for each task in [0, num_tasks), on the pool and on the calling thread, and returns when all
-// are done. Tasks are handed out in ascending order as threads become free; each must own what it writes. While the pool
-// is busy with another caller's tasks, and inside a task, the loop runs on the calling thread alone. The first exception
-// of a task is rethrown here; tasks not yet started are then dropped.
+// Calls function(task) once for each task in [0, num_tasks), on the pool and on the calling thread, and returns when
+// all are done. Tasks are handed out in ascending order as threads become free; each must own what it writes. While the
+// pool is busy with another caller's tasks, and inside a task, the loop runs on the calling thread alone. The first
+// exception of a task is rethrown here; tasks not yet started are then dropped.
 template <typename Function>
 void parallel_for(std::int64_t num_tasks, const Function& function) {
   detail::parallel_for(

@@ -151,7 +151,8 @@ def _cuda_table(cuda: dict[str, Any]) -> tables.Table:
 def _support_table(answers: list[dict[str, Any]]) -> tables.Table:
     rows = [
         (
-            f"{answer['op']}, {answer['group']} q heads per kv head",
+            answer["op"],
+            str(answer["group"]),
             answer["device"],
             ", ".join(answer["dtypes"]),
             describe_head_dims(answer["head_dims"]),
@@ -163,9 +164,9 @@ def _support_table(answers: list[dict[str, Any]]) -> tables.Table:
     ]
     return tables.Table(
         "What runs where",
-        ("operation", "device", "dtypes", "head dims", "runs", "path", "why"),
+        ("operation", "group", "device", "dtypes", "head dims", "runs", "path", "why"),
         rows,
-        note="supports() answers for one call. Other head dims: pad with zeros to a multiple of 8, up to 256.",
+        note="Group: query heads per key/value head; supports() answers for any. Head dims go up to 256 in steps of 8.",
     )
 
 

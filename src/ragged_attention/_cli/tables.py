@@ -60,14 +60,14 @@ def _show_rich(tables: Iterable[Table], console: Console) -> None:
             title_style="bold",
             box=box.SIMPLE_HEAD,
             show_header=any(table.columns),
-            caption=table.note or None,
-            caption_justify="left",
         )
         for column in table.columns:
             drawn.add_column(column, justify="right" if column in table.right else "left", overflow="fold")
         for row in table.rows:
             drawn.add_row(*(Text(cell, style=_style(cell)) for cell in row))
         console.print(drawn)
+        if table.note:
+            console.print(Text(table.note, style="dim"))
 
 
 def _style(cell: str) -> str:

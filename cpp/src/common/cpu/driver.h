@@ -27,7 +27,8 @@ inline char* element_address(const void* data, std::int64_t offset, CpuElement e
   return static_cast<char*>(const_cast<void*>(data)) + offset * (element == CpuElement::kFloat32 ? 4 : 2);
 }
 
-// Memory that a thread keeps from task to task: one allocation per thread and size, not one per tile. Cache-line aligned.
+// Memory that a thread keeps from task to task: one allocation per thread and size, not one per tile. Cache-line
+// aligned.
 class Workspace {
  public:
   Workspace() = default;

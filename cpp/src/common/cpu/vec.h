@@ -1,8 +1,8 @@
 // Vectors of floats for the CPU kernels, on top of the compiler's vector extensions (GCC and Clang).
 //
 // This file is compiled several times with different instruction-set flags. The linker keeps one copy of an inline
-// function whatever flags it was compiled with, so everything here has internal linkage (an anonymous namespace), and the
-// files that include it use no inline function or template of any other header, the standard library's included.
+// function whatever flags it was compiled with, so everything here has internal linkage (an anonymous namespace), and
+// the files that include it use no inline function or template of any other header, the standard library's included.
 #pragma once
 
 #include <stddef.h>
@@ -239,6 +239,15 @@ RAGGED_ATTENTION_INLINE void load_row(Element, const typename Element::Type* p, 
   for (; d < padded; d += kWidth) store(row + d, Vec{});
 }
 
+// Asks for a row's cache lines. Rows to be packed lie whole pages apart when all heads of a token come first: no
+// hardware prefetcher follows them, and each costs a page walk that out-of-order execution does not reach far enough to
+// hide.
+template <typename Element>
+RAGGED_ATTENTION_INLINE void prefetch_row(Element, const typename Element::Type* row, int n) {
+  constexpr int kLine = 64 / static_cast<int>(sizeof(typename Element::Type));
+  for (int d = 0; d < n; d += kLine) __builtin_prefetch(row + d);
+}
+
 // row * factor rounded to the element type, into memory of any alignment.
 template <typename Element>
 RAGGED_ATTENTION_INLINE void store_row(Element, typename Element::Type* p, int n, const float* row, float factor) {
@@ -250,9 +259,12 @@ RAGGED_ATTENTION_INLINE void store_row(Element, typename Element::Type* p, int n
 
 RAGGED_ATTENTION_INLINE void store_row(CpuElement element, void* p, int n, const float* row, float factor) {
   switch (element) {
-    case CpuElement::kFloat32: return store_row(Float32(), static_cast<float*>(p), n, row, factor);
-    case CpuElement::kFloat16: return store_row(Float16(), static_cast<uint16_t*>(p), n, row, factor);
-    case CpuElement::kBFloat16: return store_row(BFloat16(), static_cast<uint16_t*>(p), n, row, factor);
+    case CpuElement::kFloat32:
+      return store_row(Float32(), static_cast<float*>(p), n, row, factor);
+    case CpuElement::kFloat16:
+      return store_row(Float16(), static_cast<uint16_t*>(p), n, row, factor);
+    case CpuElement::kBFloat16:
+      return store_row(BFloat16(), static_cast<uint16_t*>(p), n, row, factor);
   }
 }
 
@@ -268,8 +280,8 @@ struct SoftmaxState {
 // what was accumulated before must be multiplied. Scores are in base 2 already (times log2 e). Rounds the interval
 // outwards to whole vectors: the floats of s around it are overwritten.
 //
-// -inf scores weigh exactly 0, also while nothing else was seen (the maximum then counts as 0, never -inf - -inf). A NaN
-// score is left out of the maximum and comes out of the exponential, so it reaches the sum whatever the others are.
+// -inf scores weigh exactly 0, also while nothing else was seen (the maximum then counts as 0, never -inf - -inf). A
+// NaN score is left out of the maximum and comes out of the exponential, so it reaches the sum whatever the others are.
 RAGGED_ATTENTION_INLINE float softmax_update(float* s, int begin, int end, SoftmaxState& state) {
   const int first = begin & ~(kWidth - 1);
   const int last = (end + kWidth - 1) & ~(kWidth - 1);

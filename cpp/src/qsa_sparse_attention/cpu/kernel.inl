@@ -1,13 +1,14 @@
 // One query row and one kv head of sparse attention: all query heads of the group over the tokens of the row's list, in
 // float32.
 //
-// Schedule. The driver has resolved the list into offsets, so tokens are read where they lie: a token serves a few dozen
-// multiplications only, too few to pay for packing it. The group's queries are converted once. Per block of
+// Schedule. The driver has resolved the list into offsets, so tokens are read where they lie: a token serves a few
+// dozen multiplications only, too few to pay for packing it. The group's queries are converted once. Per block of
 // kQsaBlockKeys tokens,
 //   1. S = scale * Q K^T as dot products along head_dim: register tiles of up to 4 heads times 3 tokens, so that every
 //      loaded vector of K serves 4 heads and every loaded vector of Q 3 tokens; lanes are added up at the end.
 //   2. Online softmax of each head's scores, S becoming the weights P.
-//   3. O = factor * O + P V in register tiles of kHeadsPv heads times kVecsPv vectors of columns, over the block's tokens.
+//   3. O = factor * O + P V in register tiles of kHeadsPv heads times kVecsPv vectors of columns, over the block's
+//   tokens.
 // Finally O is divided by the sums and rounded.
 //
 // Included by one file per instruction set, which defines RAGGED_ATTENTION_KERNEL as the kernel's name.
@@ -31,7 +32,8 @@ RAGGED_ATTENTION_INLINE int min(int a, int b) { return a < b ? a : b; }
 // Tokens per register tile of kHeads dot products each: about 12 accumulators, enough to hide the latency of an FMA.
 constexpr int tokens_per_tile(int heads) { return heads == 1 ? 8 : heads == 2 ? 5 : heads == 3 ? 4 : 3; }
 
-// S[kHeads][kTokens] for tokens whose K lie at k + offsets[0..kTokens). q is [kHeads][padded_dim], filled up with zeros.
+// S[kHeads][kTokens] for tokens whose K lie at k + offsets[0..kTokens). q is [kHeads][padded_dim], filled up with
+// zeros.
 template <int kHeads, int kTokens, typename Element>
 RAGGED_ATTENTION_INLINE void dot_tile(Element, const float* q, const typename Element::Type* k, const int64_t* offsets,
                                       int head_dim, int padded_dim, float scale, float* s) {
@@ -77,14 +79,19 @@ RAGGED_ATTENTION_INLINE void dot_heads(Element, int heads, const float* q, const
                                        const int64_t* offsets, int tokens, int head_dim, int padded_dim, float scale,
                                        float* s) {
   switch (heads) {
-    case 1: return dot_block<1>(Element(), q, k, offsets, tokens, head_dim, padded_dim, scale, s);
-    case 2: return dot_block<2>(Element(), q, k, offsets, tokens, head_dim, padded_dim, scale, s);
-    case 3: return dot_block<3>(Element(), q, k, offsets, tokens, head_dim, padded_dim, scale, s);
-    default: return dot_block<4>(Element(), q, k, offsets, tokens, head_dim, padded_dim, scale, s);
+    case 1:
+      return dot_block<1>(Element(), q, k, offsets, tokens, head_dim, padded_dim, scale, s);
+    case 2:
+      return dot_block<2>(Element(), q, k, offsets, tokens, head_dim, padded_dim, scale, s);
+    case 3:
+      return dot_block<3>(Element(), q, k, offsets, tokens, head_dim, padded_dim, scale, s);
+    default:
+      return dot_block<4>(Element(), q, k, offsets, tokens, head_dim, padded_dim, scale, s);
   }
 }
 
-// O[kHeads][kVecs * kWidth] = factor * O + P V, for the columns that v starts at. kPartial: `columns` < kWidth are left.
+// O[kHeads][kVecs * kWidth] = factor * O + P V, for the columns that v starts at. kPartial: `columns` < kWidth are
+// left.
 template <int kHeads, int kVecs, bool kPartial, typename Element>
 void accumulate_tile(Element, const float* p, const typename Element::Type* v, const int64_t* offsets, int tokens,
                      const float* factor, float* o, int o_stride, int columns) {
@@ -131,12 +138,18 @@ RAGGED_ATTENTION_INLINE void accumulate_heads(Element, int heads, const float* p
                                               int head_dim, int padded_dim) {
   static_assert(kHeadsPv == 6, "one case per number of heads");
   switch (heads) {
-    case 1: return accumulate_block<1>(Element(), p, v, offsets, tokens, factor, o, head_dim, padded_dim);
-    case 2: return accumulate_block<2>(Element(), p, v, offsets, tokens, factor, o, head_dim, padded_dim);
-    case 3: return accumulate_block<3>(Element(), p, v, offsets, tokens, factor, o, head_dim, padded_dim);
-    case 4: return accumulate_block<4>(Element(), p, v, offsets, tokens, factor, o, head_dim, padded_dim);
-    case 5: return accumulate_block<5>(Element(), p, v, offsets, tokens, factor, o, head_dim, padded_dim);
-    default: return accumulate_block<6>(Element(), p, v, offsets, tokens, factor, o, head_dim, padded_dim);
+    case 1:
+      return accumulate_block<1>(Element(), p, v, offsets, tokens, factor, o, head_dim, padded_dim);
+    case 2:
+      return accumulate_block<2>(Element(), p, v, offsets, tokens, factor, o, head_dim, padded_dim);
+    case 3:
+      return accumulate_block<3>(Element(), p, v, offsets, tokens, factor, o, head_dim, padded_dim);
+    case 4:
+      return accumulate_block<4>(Element(), p, v, offsets, tokens, factor, o, head_dim, padded_dim);
+    case 5:
+      return accumulate_block<5>(Element(), p, v, offsets, tokens, factor, o, head_dim, padded_dim);
+    default:
+      return accumulate_block<6>(Element(), p, v, offsets, tokens, factor, o, head_dim, padded_dim);
   }
 }
 
@@ -163,7 +176,8 @@ void run_row(Element, const QsaRow& row) {
   const Type* const k = static_cast<const Type*>(row.k);
   const Type* const v = static_cast<const Type*>(row.v);
   for (int64_t first = 0; first < row.num_tokens; first += kQsaBlockKeys) {
-    const int tokens = row.num_tokens - first < kQsaBlockKeys ? static_cast<int>(row.num_tokens - first) : kQsaBlockKeys;
+    const int tokens =
+        row.num_tokens - first < kQsaBlockKeys ? static_cast<int>(row.num_tokens - first) : kQsaBlockKeys;
     const int64_t* const offsets = row.offsets + first;
     for (int h = 0; h < heads; h += kHeadsQk) {
       dot_heads(Element(), min(kHeadsQk, heads - h), q + h * padded_dim, k, offsets, tokens, head_dim, padded_dim,
@@ -192,9 +206,12 @@ void run_row(Element, const QsaRow& row) {
 
 void RAGGED_ATTENTION_KERNEL(const QsaRow& row) {
   switch (row.element) {
-    case CpuElement::kFloat32: return run_row(Float32(), row);
-    case CpuElement::kFloat16: return run_row(Float16(), row);
-    case CpuElement::kBFloat16: return run_row(BFloat16(), row);
+    case CpuElement::kFloat32:
+      return run_row(Float32(), row);
+    case CpuElement::kFloat16:
+      return run_row(Float16(), row);
+    case CpuElement::kBFloat16:
+      return run_row(BFloat16(), row);
   }
 }
 

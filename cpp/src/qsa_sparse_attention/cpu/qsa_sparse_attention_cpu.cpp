@@ -1,7 +1,7 @@
 // Driver of qsa_sparse_attention on the CPU: resolves each row's list to addresses and hands rows to the pool.
 //
-// A task is one row with some or all of its kv heads. Nothing is split inside a row and kv head, so a row's result depends
-// neither on the rest of the batch nor on the threads.
+// A task is one row with some or all of its kv heads. Nothing is split inside a row and kv head, so a row's result
+// depends neither on the rest of the batch nor on the threads.
 
 #include <algorithm>
 #include <cstdint>
@@ -24,8 +24,8 @@ QsaRowKernel kernel_for(CpuIsa isa) {
   return qsa_row_baseline;
 }
 
-// Writes where the attended tokens of `row` lie and returns how many there are. Tokens that count as not listed are left
-// out here, so a row's blocks hold what it attends to and nothing else.
+// Writes where the attended tokens of `row` lie and returns how many there are. Tokens that count as not listed are
+// left out here, so a row's blocks hold what it attends to and nothing else.
 std::int64_t resolve_tokens(const QsaParams& params, std::int64_t row, std::int64_t* offsets) {
   const QsaParams::RowSource source = params.source(row);
   if (source.sequence < 0) return 0;

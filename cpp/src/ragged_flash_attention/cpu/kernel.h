@@ -10,9 +10,12 @@
 
 namespace ragged_attention {
 
-// Query rows times heads of a tile: 24 strips of 6 rows, 12 of 12, 18 of 8. Large enough to hide the packing of K and V
-// (about 5 % at 144 rows), small enough that the tile's Q, O and one block of K and V stay in a 512 KiB L2 cache.
-constexpr int kMaxTileRows = 144;
+// Query positions times heads of a subtile: 24 strips of 6 rows, 12 of 12. Rows are grouped into strips within a
+// subtile only, so that no result depends on how many subtiles a tile has.
+constexpr int kSubtileRows = 144;
+// More subtiles share the packing of K and V (a third of the time with one subtile, when the heads of a token lie
+// together and every key is on another page); fewer make more tasks.
+constexpr int kMaxSubtiles = 8;
 constexpr int kMaxBlockKeys = 256;
 constexpr int kMaxPassRows = 24;
 
@@ -31,8 +34,9 @@ struct RaggedTile {
   int64_t lse_row_stride;
   int64_t lse_head_stride;
 
-  int32_t num_rows;   // query positions; num_rows * num_heads <= kMaxTileRows
-  int32_t num_heads;  // query heads that share the kv head
+  int32_t num_rows;           // query positions, at most kMaxSubtiles * subtile_positions
+  int32_t subtile_positions;  // query positions per subtile; times num_heads at most kSubtileRows
+  int32_t num_heads;          // query heads that share the kv head
   int32_t head_dim;
   CpuElement element;
   float scale_log2;  // scale * log2(e)
@@ -41,8 +45,8 @@ struct RaggedTile {
   const int64_t* hi;
 
   int32_t block_keys;  // keys packed at a time: a multiple of 64, at most kMaxBlockKeys
-  float* workspace;    // 64-byte aligned: 2 * (kMaxTileRows + block_keys) * dim + kMaxPassRows * kMaxBlockKeys floats,
-                       // where dim is head_dim rounded up to a multiple of 16
+  float* workspace;  // 64-byte aligned: 2 * (subtiles * kSubtileRows + block_keys) * dim + kMaxPassRows * kMaxBlockKeys
+                     // floats, where dim is head_dim rounded up to a multiple of 16
 };
 
 using RaggedTileKernel = void (*)(const RaggedTile& tile);

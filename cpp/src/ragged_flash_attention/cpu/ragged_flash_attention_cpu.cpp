@@ -1,8 +1,9 @@
 // Driver of ragged_flash_attention on the CPU: cuts the rows into tiles and hands them to the pool.
 //
-// A task is one tile of query positions times one kv head (times a part of its query heads where the group is larger than
-// a tile). Tiles are counted from the sequence's first row and their size depends on the group alone, so a sequence's
-// result depends neither on the rest of the batch nor on the threads.
+// A task is one tile of query positions times one kv head (times a part of its query heads where the group is larger
+// than a subtile). A tile is one or more subtiles: how many depends on the work and the threads, and changes no bit.
+// Subtiles and blocks of keys are counted from the sequence's first row and their sizes depend on the group and
+// head_dim alone, so a sequence's result depends neither on the rest of the batch nor on the threads.
 
 #include <algorithm>
 #include <cmath>
@@ -19,7 +20,7 @@ namespace ragged_attention {
 
 namespace {
 
-// K and V of a block, in float32, take up to 256 KiB: with Q and O of a tile they fit a 512 KiB L2 cache.
+// K and V of a block, in float32, take up to 128 KiB: a part of the L2 cache.
 std::int32_t block_keys(std::int32_t head_dim) { return head_dim <= 64 ? 256 : head_dim <= 128 ? 128 : 64; }
 
 RaggedTileKernel kernel_for(CpuIsa isa) {
@@ -51,18 +52,22 @@ void ragged_flash_attention_cpu(const RaggedParams& params) {
   const CpuElement element = cpu_element(params.dtype);
   const float scale_log2 = static_cast<float>(static_cast<double>(params.scale) * 1.44269504088896340736);
 
+  const std::int64_t group = params.group();
+  const std::int64_t heads_per_tile = std::min<std::int64_t>(group, kSubtileRows);
+  const std::int64_t parts = (group + heads_per_tile - 1) / heads_per_tile;  // of a group
+  const std::int64_t tasks_per_tile = params.num_kv_heads * parts;
+  const TileSchedule schedule{params.rows, static_cast<std::int32_t>(kSubtileRows / heads_per_tile)};
+  const std::int64_t num_ids = schedule.num_ids();
+  // Enough tasks that the threads finish together, though the last ones of a causal sequence are the longest.
+  const std::int64_t subtiles_per_tile = std::clamp<std::int64_t>(
+      num_ids * tasks_per_tile / (8 * static_cast<std::int64_t>(num_threads())), 1, kMaxSubtiles);
+  const std::int64_t tile_positions = subtiles_per_tile * schedule.block_m;
+
   const std::int32_t block = block_keys(params.head_dim);
   const std::int64_t padded_dim = (params.head_dim + 15) / 16 * 16;
   const std::size_t workspace_bytes =
-      sizeof(float) *
-      static_cast<std::size_t>(2 * (kMaxTileRows + block) * padded_dim + kMaxPassRows * kMaxBlockKeys);
-
-  const std::int64_t group = params.group();
-  const std::int64_t heads_per_tile = std::min<std::int64_t>(group, kMaxTileRows);
-  const std::int64_t parts = (group + heads_per_tile - 1) / heads_per_tile;  // of a group
-  const std::int64_t tasks_per_tile = params.num_kv_heads * parts;
-  const TileSchedule schedule{params.rows, static_cast<std::int32_t>(kMaxTileRows / heads_per_tile)};
-  const std::int64_t num_ids = schedule.num_ids();
+      sizeof(float) * static_cast<std::size_t>(2 * (subtiles_per_tile * kSubtileRows + block) * padded_dim +
+                                               kMaxPassRows * kMaxBlockKeys);
 
   parallel_for(num_ids * tasks_per_tile, [&](std::int64_t task) {
     // The last tiles of a sequence have the most keys under a causal mask: begin with them.
@@ -70,8 +75,9 @@ void ragged_flash_attention_cpu(const RaggedParams& params) {
     const std::int64_t kv_head = task % tasks_per_tile / parts;
     const std::int64_t part = task % parts;
     const TileSchedule::Tile tile = schedule.tile(id);
-    if (tile.row >= tile.length) return;
-    const std::int64_t num_rows = std::min<std::int64_t>(schedule.block_m, tile.length - tile.row);
+    // The id of a tile is that of its first subtile.
+    if (tile.row >= tile.length || tile.row % tile_positions != 0) return;
+    const std::int64_t num_rows = std::min(tile_positions, tile.length - tile.row);
     const std::int64_t row = tile.begin + tile.row;
     const std::int64_t head = kv_head * group + part * heads_per_tile;
     const std::int64_t num_heads = std::min(heads_per_tile, group - part * heads_per_tile);
@@ -80,7 +86,7 @@ void ragged_flash_attention_cpu(const RaggedParams& params) {
       return;
     }
 
-    std::int64_t lo[kMaxTileRows], hi[kMaxTileRows];
+    std::int64_t lo[kMaxSubtiles * kSubtileRows], hi[kMaxSubtiles * kSubtileRows];
     for (std::int64_t r = 0; r < num_rows; ++r) {
       lo[r] = params.mask.lo(tile.row + r, tile.length);
       hi[r] = params.mask.hi(tile.row + r, tile.length);
@@ -101,6 +107,7 @@ void ragged_flash_attention_cpu(const RaggedParams& params) {
     work.lse_row_stride = params.lse_row_stride;
     work.lse_head_stride = params.lse_head_stride;
     work.num_rows = static_cast<std::int32_t>(num_rows);
+    work.subtile_positions = schedule.block_m;
     work.num_heads = static_cast<std::int32_t>(num_heads);
     work.head_dim = params.head_dim;
     work.element = element;
