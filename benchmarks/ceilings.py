@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import sys
 
 import torch
 from timing import Call, Timer
@@ -50,4 +51,9 @@ def _gather_tbps(timer: Timer, rows: int, lists: int) -> float | None:
     source = torch.randint(-(2**31), 2**31, (rows, ROW), dtype=torch.int32, device=timer.device)
     indices = torch.randint(0, rows, (lists, count), dtype=torch.int32, device=timer.device)
     result = torch.empty((lists, ROW), dtype=torch.int32, device=timer.device)
-    return lists * count * ROW * 4 / _median_seconds(timer, lambda: gather(source, indices, result)) / 1e12
+    try:
+        seconds = _median_seconds(timer, lambda: gather(source, indices, result))
+    except Exception as error:  # a Triton that does not fit: the cases can do without this rate
+        print(f"the gather cannot be measured: {error}", file=sys.stderr)
+        return None
+    return lists * count * ROW * 4 / seconds / 1e12

@@ -13,6 +13,7 @@ Call = Callable[[], Any]
 
 L2_FLUSH_BYTES = 256 * 2**20
 WARM_UP = 3
+ROUND_MS = 1500
 
 
 class Timer:
@@ -84,9 +85,14 @@ class Timer:
 
 
 def interleaved(timer: Timer, calls: dict[str, Call], rounds: int, samples: int) -> dict[str, list[float]]:
-    """`samples` times of each call in each of `rounds` rounds: all meet the same clocks and temperature."""
+    """`samples` times of each call in each of `rounds` rounds: all meet the same clocks and temperature.
+
+    Fewer of a call so slow that a round of it would take longer than ROUND_MS.
+    """
     times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):
         for name, call in calls.items():
-            times[name] += timer.samples_ms(call, samples)
+            first = timer.samples_ms(call, 1)
+            affordable = int(ROUND_MS / max(first[0], 1e-3))
+            times[name] += first + timer.samples_ms(call, min(samples - 1, affordable))
     return times

@@ -276,7 +276,7 @@ struct RaggedCase {
     params.lse = lse.data();
     params.lse_row_stride = 1;  // [num_q_heads, total], transposed
     params.lse_head_stride = total;
-    params.rows = {{offsets.data(), 1, IntegerType::kInt64}, static_cast<std::int64_t>(offsets.size()) - 1, total};
+    params.rows = {{offsets.data(), 1, IntegerType::kI64}, static_cast<std::int64_t>(offsets.size()) - 1, total};
     params.dtype = dtype;
     params.num_q_heads = num_q_heads;
     params.num_kv_heads = num_kv_heads;
@@ -701,8 +701,8 @@ struct QsaCase {
     params.lse = lse.data();
     params.lse_row_stride = num_q_heads;
     params.lse_head_stride = 1;
-    params.rows = {{offsets.data(), 1, IntegerType::kInt64}, batch(), total};
-    params.cache_lengths = {cache_lengths.data(), 1, IntegerType::kInt64};
+    params.rows = {{offsets.data(), 1, IntegerType::kI64}, batch(), total};
+    params.cache_lengths = {cache_lengths.data(), 1, IntegerType::kI64};
     params.cache.k = kv->at(0);
     params.cache.v = kv->at(page_size * token_elements());
     params.cache.page_stride = 2 * page_size * token_elements();
@@ -711,7 +711,7 @@ struct QsaCase {
     params.cache.num_pages = num_pages;
     params.cache.page_size = page_size;
     params.cache.max_pages = max_pages;
-    params.cache.lookup_table = {{table.data(), 1, IntegerType::kInt32}, max_pages};
+    params.cache.lookup_table = {{table.data(), 1, IntegerType::kI32}, max_pages};
     params.token_indices = tokens.data();
     params.token_indices_row_stride = selection_width;
     params.counts = counts.data();
@@ -921,14 +921,14 @@ TEST_CASE("qsa: a row's bits depend on nothing but itself") {
       params.q = c.q->at(r * 14 * 72);
       params.out = out.at(0);
       params.lse = nullptr;
-      params.rows = {{offsets, 1, IntegerType::kInt64}, 2, 1};
+      params.rows = {{offsets, 1, IntegerType::kI64}, 2, 1};
       params.rows.total = 1;
       params.row_to_sequence = &sequence;
       params.token_indices = c.tokens.data() + r * 150;
       params.counts = c.counts.data() + r;
       // The number of new rows is taken from the offsets, which are clamped to the one row here.
       std::int64_t lengths[] = {20 + 4 - 1, 11 + 5};
-      params.cache_lengths = {lengths, 1, IntegerType::kInt64};
+      params.cache_lengths = {lengths, 1, IntegerType::kI64};
       qsa_sparse_attention_cpu(params);
       equal = equal && std::memcmp(out.at(0), c.out->at(r * 14 * 72), row_bytes) == 0;
     }
@@ -1012,14 +1012,14 @@ std::vector<std::uint32_t> pass_through(const std::vector<std::uint32_t>& bits, 
   params.q_row_stride = params.q_head_stride = 8;
   params.out = out.data();
   params.out_row_stride = params.out_head_stride = 8;
-  params.rows = {{offsets, 1, IntegerType::kInt64}, 1, n};
-  params.cache_lengths = {lengths, 1, IntegerType::kInt64};
+  params.rows = {{offsets, 1, IntegerType::kI64}, 1, n};
+  params.cache_lengths = {lengths, 1, IntegerType::kI64};
   params.cache.k = zeros.data();
   params.cache.v = v.data();
   params.cache.token_stride = 8;
   params.cache.num_pages = params.cache.max_pages = 1;
   params.cache.page_size = n;
-  params.cache.lookup_table = {{table, 1, IntegerType::kInt32}, 1};
+  params.cache.lookup_table = {{table, 1, IntegerType::kI32}, 1};
   params.token_indices = tokens.data();
   params.token_indices_row_stride = 1;
   params.counts = counts.data();

@@ -28,11 +28,11 @@ TEST_CASE("token_offset over all small page sizes, tables and positions") {
           cache.num_pages = num_pages;
           cache.page_size = page_size;
           cache.max_pages = max_pages;
-          cache.lookup_table = {{table.data(), 1, IntegerType::kInt32}, max_pages};
+          cache.lookup_table = {{table.data(), 1, IntegerType::kI32}, max_pages};
           for (std::int64_t b = 0; b < 2; ++b) {
             for (std::int64_t length = 0; length <= 14; ++length) {
               for (std::int64_t t = -3; t <= 16; ++t) {
-                std::int64_t expected = -1;
+                std::int64_t expected = kNotListed;
                 if (t >= 0 && t < length && t / page_size < max_pages) {
                   const std::int64_t page = table[static_cast<std::size_t>(b * max_pages + t / page_size)];
                   if (page >= 0 && page < num_pages) expected = page * 1000 + t % page_size * 10;
@@ -56,9 +56,9 @@ TEST_CASE("offsets have 64 bits") {
   cache.num_pages = 3000001;
   cache.page_size = 64;
   cache.max_pages = 2;
-  cache.lookup_table = {{table, 1, IntegerType::kInt64}, 2};
+  cache.lookup_table = {{table, 1, IntegerType::kI64}, 2};
   CHECK(token_offset(cache, 0, 64 + 63, 128) == std::int64_t{3000000} * (1 << 20) + 63 * 4096);
-  CHECK(token_offset(cache, 0, 128, 1000) == -1);
+  CHECK(token_offset(cache, 0, 128, 1000) == kNotListed);
 }
 
 TEST_CASE("one page longer than any position, and the largest position") {
@@ -69,11 +69,11 @@ TEST_CASE("one page longer than any position, and the largest position") {
   cache.num_pages = 1;
   cache.page_size = std::int64_t{1} << 40;
   cache.max_pages = 1;
-  cache.lookup_table = {{table, 1, IntegerType::kUInt32}, 1};
+  cache.lookup_table = {{table, 1, IntegerType::kU32}, 1};
   const std::int64_t largest = std::numeric_limits<std::int32_t>::max();
   CHECK(token_offset(cache, 0, largest, largest + 1) == largest * 256);
-  CHECK(token_offset(cache, 0, largest, largest) == -1);
-  CHECK(token_offset(cache, 0, std::numeric_limits<std::int32_t>::min(), largest) == -1);
+  CHECK(token_offset(cache, 0, largest, largest) == kNotListed);
+  CHECK(token_offset(cache, 0, std::numeric_limits<std::int32_t>::min(), largest) == kNotListed);
 }
 
 TEST_CASE("strided lookup tables") {
@@ -84,7 +84,7 @@ TEST_CASE("strided lookup tables") {
   cache.num_pages = 3;
   cache.page_size = 4;
   cache.max_pages = 2;
-  cache.lookup_table = {{table, 2, IntegerType::kInt32}, 6};
+  cache.lookup_table = {{table, 2, IntegerType::kI32}, 6};
   CHECK(token_offset(cache, 0, 5, 8) == 101);
   CHECK(token_offset(cache, 1, 3, 8) == 203);
   CHECK(token_offset(cache, 1, 4, 8) == 0);

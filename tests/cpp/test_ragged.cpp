@@ -15,7 +15,7 @@ namespace ragged_attention {
 namespace {
 
 RaggedRows rows_of(const std::vector<std::int64_t>& offsets, std::int64_t total) {
-  return {{offsets.data(), 1, IntegerType::kInt64}, static_cast<std::int64_t>(offsets.size()) - 1, total};
+  return {{offsets.data(), 1, IntegerType::kI64}, static_cast<std::int64_t>(offsets.size()) - 1, total};
 }
 
 // Calls visit(offsets) for every non-decreasing vector of batch + 1 offsets in [0, total].
@@ -145,13 +145,13 @@ TEST_CASE("offsets of every integer type and stride read alike") {
   const std::int32_t int32s[] = {0, 99, 4, 99, -2, 99};
   const std::uint32_t uint32s[] = {0u, 4u, 0xfffffffeu};
   const std::int64_t int64s[] = {std::int64_t{1} << 40, 4, 0};
-  const IntegerArray a{int32s, 2, IntegerType::kInt32};
+  const IntegerArray a{int32s, 2, IntegerType::kI32};
   CHECK((a[0] == 0 && a[1] == 4 && a[2] == -2));
-  const IntegerArray b{uint32s, 1, IntegerType::kUInt32};
+  const IntegerArray b{uint32s, 1, IntegerType::kU32};
   CHECK((b[0] == 0 && b[1] == 4 && b[2] == 0xfffffffe));
-  const IntegerArray c{int64s + 2, -1, IntegerType::kInt64};
+  const IntegerArray c{int64s + 2, -1, IntegerType::kI64};
   CHECK((c[0] == 0 && c[1] == 4 && c[2] == std::int64_t{1} << 40));
-  const IntegerMatrix m{{int32s, 2, IntegerType::kInt32}, 1};
+  const IntegerMatrix m{{int32s, 2, IntegerType::kI32}, 1};
   CHECK((m.at(0, 1) == 4 && m.at(1, 1) == 99 && m.at(0, 2) == -2));
   // uint32 values past 2^31 are large, not negative: they clamp to the end.
   const RaggedRows rows{b, 2, 7};

@@ -33,9 +33,10 @@ def test_work_is_ordered_after_a_slow_producer_on_the_current_side_stream(torch_
     expected = case.run(torch_cuda)
     values = case.tensors(torch_cuda)
     late = {name: torch.zeros_like(value) for name, value in values.items()}
-    torch.cuda.synchronize()
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
+        case.call(torch_cuda, **late, return_lse=True)  # the first allocation on a stream may wait for the device
+        torch.cuda.synchronize()
         torch.cuda._sleep(SLOW_CYCLES)
         for name, value in values.items():
             late[name].copy_(value)

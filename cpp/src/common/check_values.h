@@ -69,7 +69,7 @@ struct SelectionCheck {
         if (source.sequence < 0) return false;  // a row that no sequence owns reads nothing
         const std::int64_t token = params.token_indices[p.row * params.token_indices_row_stride + p.column];
         evidence->value = token;
-        if (token_offset(params.cache, source.sequence, token, source.length) >= 0) return false;
+        if (token_offset(params.cache, source.sequence, token, source.length) != kNotListed) return false;
         if (token >= 0 && token < source.length && token / params.cache.page_size < params.cache.max_pages) {
           evidence->other = params.cache.lookup_table.at(source.sequence, token / params.cache.page_size);
         }

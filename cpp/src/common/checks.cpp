@@ -161,7 +161,7 @@ std::int64_t stride_of(const TensorView& tensor, int dimension) {
 namespace {
 
 IntegerType integer_type(DType dtype) {
-  return dtype == kInt64 ? IntegerType::kInt64 : dtype == kUInt32 ? IntegerType::kUInt32 : IntegerType::kInt32;
+  return dtype == kInt64 ? IntegerType::kI64 : dtype == kUInt32 ? IntegerType::kU32 : IntegerType::kI32;
 }
 
 }  // namespace

@@ -7,17 +7,17 @@
 
 namespace ragged_attention {
 
-enum class IntegerType : std::int32_t { kInt32, kUInt32, kInt64 };
+enum class IntegerType : std::int32_t { kI32, kU32, kI64 };
 
 struct IntegerArray {
   const void* data = nullptr;
   std::int64_t stride = 1;  // in elements
-  IntegerType type = IntegerType::kInt32;
+  IntegerType type = IntegerType::kI32;
 
   RAGGED_ATTENTION_HOST_DEVICE std::int64_t operator[](std::int64_t i) const {
     switch (type) {
-      case IntegerType::kInt32: return static_cast<const std::int32_t*>(data)[i * stride];
-      case IntegerType::kUInt32: return static_cast<const std::uint32_t*>(data)[i * stride];
+      case IntegerType::kI32: return static_cast<const std::int32_t*>(data)[i * stride];
+      case IntegerType::kU32: return static_cast<const std::uint32_t*>(data)[i * stride];
       default: return static_cast<const std::int64_t*>(data)[i * stride];
     }
   }
@@ -31,8 +31,8 @@ struct IntegerMatrix {
   RAGGED_ATTENTION_HOST_DEVICE std::int64_t at(std::int64_t row, std::int64_t column) const {
     const std::int64_t step = row0.stride;
     switch (row0.type) {
-      case IntegerType::kInt32: return static_cast<const std::int32_t*>(row0.data)[row * row_stride + column * step];
-      case IntegerType::kUInt32: return static_cast<const std::uint32_t*>(row0.data)[row * row_stride + column * step];
+      case IntegerType::kI32: return static_cast<const std::int32_t*>(row0.data)[row * row_stride + column * step];
+      case IntegerType::kU32: return static_cast<const std::uint32_t*>(row0.data)[row * row_stride + column * step];
       default: return static_cast<const std::int64_t*>(row0.data)[row * row_stride + column * step];
     }
   }

@@ -21,17 +21,20 @@ struct PagedCache {
   IntegerMatrix lookup_table;  // [batch, max_pages]
 };
 
-// Element offset of token t of sequence b from the cache's k (or v), head 0; -1 where the token counts as not listed:
+// What token_offset says of a token that counts as not listed. (Strides may be negative, so -1 could be an offset.)
+constexpr std::int64_t kNotListed = INT64_MIN;
+
+// Element offset of token t of sequence b from the cache's k (or v), head 0; kNotListed where the token is
 // outside [0, length), past the page table, or on a page that does not exist.
 RAGGED_ATTENTION_HOST_DEVICE std::int64_t token_offset(const PagedCache& cache, std::int64_t b, std::int64_t t,
                                                        std::int64_t length) {
-  if (t < 0 || t >= length) return -1;
+  if (t < 0 || t >= length) return kNotListed;
   // t comes from an int32 list, so a 32-bit division serves; a page longer than that holds every token.
   const std::uint32_t token = static_cast<std::uint32_t>(t);
   const std::uint32_t slot = cache.page_size > 0x7fffffff ? 0u : token / static_cast<std::uint32_t>(cache.page_size);
-  if (slot >= cache.max_pages) return -1;
+  if (slot >= cache.max_pages) return kNotListed;
   const std::int64_t page = cache.lookup_table.at(b, slot);
-  if (page < 0 || page >= cache.num_pages) return -1;
+  if (page < 0 || page >= cache.num_pages) return kNotListed;
   const std::int64_t offset = static_cast<std::int64_t>(token) - slot * cache.page_size;
   return page * cache.page_stride + offset * cache.token_stride;
 }

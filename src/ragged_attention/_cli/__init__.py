@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
@@ -15,6 +17,9 @@ COMMANDS: dict[str, ModuleType] = {"info": info, "demo": demo}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # tables have characters that not every terminal's encoding has
     arguments = _parser().parse_args(argv)
     status, result = arguments.run(arguments)
     if arguments.json is not None and result is not None:

@@ -141,7 +141,7 @@ class CuPy(Arrays):
             raise Unusable(f"cupy {self._cupy.__version__} finds no usable GPU: {error}") from error
 
     def normal(self, *shape: int) -> Any:
-        return self._rng.standard_normal(shape, dtype="float32").astype("float16")
+        return self._rng.standard_normal(shape, dtype=np.float32).astype(np.float16)
 
     def integers(self, values: NDArray[Any]) -> Any:
         return self._cupy.asarray(values)

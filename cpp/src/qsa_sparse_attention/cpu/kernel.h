@@ -30,8 +30,8 @@ struct QsaRow {
   CpuElement out_element;
   float scale_log2;  // scale * log2(e)
 
-  float* workspace;  // 64-byte aligned: num_heads * (2 * dim + kQsaBlockKeys + 4) floats, where dim is head_dim rounded
-                     // up to a multiple of 16
+  float* workspace;  // 64-byte aligned: num_heads * (2 * dim + kQsaBlockKeys + 4) + kQsaBlockKeys * dim floats, where
+                     // dim is head_dim rounded up to a multiple of 16
 };
 
 using QsaRowKernel = void (*)(const QsaRow& row);

@@ -1,14 +1,15 @@
 // One query row and one kv head of sparse attention: all query heads of the group over the tokens of the row's list, in
 // float32.
 //
-// Schedule. The driver has resolved the list into offsets, so tokens are read where they lie: a token serves a few
-// dozen multiplications only, too few to pay for packing it. The group's queries are converted once. Per block of
+// Schedule. The driver has resolved the list into offsets. The group's queries are converted once. Per block of
 // kQsaBlockKeys tokens,
-//   1. S = scale * Q K^T as dot products along head_dim: register tiles of up to 4 heads times 3 tokens, so that every
-//      loaded vector of K serves 4 heads and every loaded vector of Q 3 tokens; lanes are added up at the end.
+//   1. S = scale * Q K^T as dot products along head_dim, K read where it lies (a token serves too few multiplications
+//   to
+//      pay for a transposition): register tiles of up to 4 heads times 3 tokens; lanes are added up at the end.
 //   2. Online softmax of each head's scores, S becoming the weights P.
-//   3. O = factor * O + P V in register tiles of kHeadsPv heads times kVecsPv vectors of columns, over the block's
-//   tokens.
+//   3. V is packed in panels of columns; O = factor * O + P V in register tiles of kHeadsPv heads times kVecsPv
+//   vectors.
+// V of the block and K of the next one are asked for (prefetched) a step ahead.
 // Finally O is divided by the sums and rounded.
 //
 // Included by one file per instruction set, which defines RAGGED_ATTENTION_KERNEL as the kernel's name.
@@ -90,66 +91,76 @@ RAGGED_ATTENTION_INLINE void dot_heads(Element, int heads, const float* q, const
   }
 }
 
-// O[kHeads][kVecs * kWidth] = factor * O + P V, for the columns that v starts at. kPartial: `columns` < kWidth are
-// left.
-template <int kHeads, int kVecs, bool kPartial, typename Element>
-void accumulate_tile(Element, const float* p, const typename Element::Type* v, const int64_t* offsets, int tokens,
-                     const float* factor, float* o, int o_stride, int columns) {
+// V of a block as panels of kVecsPv vectors of columns, then of single vectors: [columns][tokens][panel width], panels
+// kQsaBlockKeys rows apart. Read where they lie, the same columns of all tokens would fall into a few sets of the L1
+// cache.
+template <typename Element>
+void pack_v(Element, const typename Element::Type* v, const int64_t* offsets, int tokens, int head_dim, float* packed) {
+  for (int t = 0; t < tokens; ++t) {
+    const typename Element::Type* const row = v + offsets[t];
+    int d = 0;
+    for (; d + kVecsPv * kWidth <= head_dim; d += kVecsPv * kWidth) {
+      float* const to = packed + d * kQsaBlockKeys + t * kVecsPv * kWidth;
+      for (int c = 0; c < kVecsPv; ++c) store(to + c * kWidth, load_as_float(Element(), row + d + c * kWidth));
+    }
+    for (; d < head_dim; d += kWidth) {
+      store(packed + d * kQsaBlockKeys + t * kWidth, d + kWidth <= head_dim
+                                                         ? load_as_float(Element(), row + d)
+                                                         : load_as_float_partial(Element(), row + d, head_dim - d));
+    }
+  }
+}
+
+// O[kHeads][kVecs * kWidth] = factor * O + P V for one panel of V.
+template <int kHeads, int kVecs>
+void accumulate_tile(const float* p, const float* v, int tokens, const float* factor, float* o, int o_stride) {
   Vec acc[kHeads][kVecs];
   for (int h = 0; h < kHeads; ++h) {
     const Vec f = splat(factor[h]);
     for (int c = 0; c < kVecs; ++c) acc[h][c] = load(o + h * o_stride + c * kWidth) * f;
   }
   for (int t = 0; t < tokens; ++t) {
-    const typename Element::Type* const row = v + offsets[t];
     Vec b[kVecs];
-    for (int c = 0; c < kVecs; ++c) {
-      b[c] = kPartial ? load_as_float_partial(Element(), row, columns) : load_as_float(Element(), row + c * kWidth);
-    }
+    for (int c = 0; c < kVecs; ++c) b[c] = load(v + c * kWidth);
     for (int h = 0; h < kHeads; ++h) {
       const Vec a = splat(p[h * kStride + t]);
       for (int c = 0; c < kVecs; ++c) acc[h][c] = multiply_add(a, b[c], acc[h][c]);
     }
+    v += kVecs * kWidth;
   }
   for (int h = 0; h < kHeads; ++h) {
     for (int c = 0; c < kVecs; ++c) store(o + h * o_stride + c * kWidth, acc[h][c]);
   }
 }
 
-template <int kHeads, typename Element>
-RAGGED_ATTENTION_INLINE void accumulate_block(Element, const float* p, const typename Element::Type* v,
-                                              const int64_t* offsets, int tokens, const float* factor, float* o,
-                                              int head_dim, int padded_dim) {
+template <int kHeads>
+void accumulate_block(const float* p, const float* v, int tokens, const float* factor, float* o, int head_dim,
+                      int padded_dim) {
   int d = 0;
   for (; d + kVecsPv * kWidth <= head_dim; d += kVecsPv * kWidth) {
-    accumulate_tile<kHeads, kVecsPv, false>(Element(), p, v + d, offsets, tokens, factor, o + d, padded_dim, 0);
+    accumulate_tile<kHeads, kVecsPv>(p, v + d * kQsaBlockKeys, tokens, factor, o + d, padded_dim);
   }
-  for (; d + kWidth <= head_dim; d += kWidth) {
-    accumulate_tile<kHeads, 1, false>(Element(), p, v + d, offsets, tokens, factor, o + d, padded_dim, 0);
-  }
-  if (d < head_dim) {
-    accumulate_tile<kHeads, 1, true>(Element(), p, v + d, offsets, tokens, factor, o + d, padded_dim, head_dim - d);
+  for (; d < head_dim; d += kWidth) {
+    accumulate_tile<kHeads, 1>(p, v + d * kQsaBlockKeys, tokens, factor, o + d, padded_dim);
   }
 }
 
-template <typename Element>
-RAGGED_ATTENTION_INLINE void accumulate_heads(Element, int heads, const float* p, const typename Element::Type* v,
-                                              const int64_t* offsets, int tokens, const float* factor, float* o,
-                                              int head_dim, int padded_dim) {
+RAGGED_ATTENTION_INLINE void accumulate_heads(int heads, const float* p, const float* v, int tokens,
+                                              const float* factor, float* o, int head_dim, int padded_dim) {
   static_assert(kHeadsPv == 6, "one case per number of heads");
   switch (heads) {
     case 1:
-      return accumulate_block<1>(Element(), p, v, offsets, tokens, factor, o, head_dim, padded_dim);
+      return accumulate_block<1>(p, v, tokens, factor, o, head_dim, padded_dim);
     case 2:
-      return accumulate_block<2>(Element(), p, v, offsets, tokens, factor, o, head_dim, padded_dim);
+      return accumulate_block<2>(p, v, tokens, factor, o, head_dim, padded_dim);
     case 3:
-      return accumulate_block<3>(Element(), p, v, offsets, tokens, factor, o, head_dim, padded_dim);
+      return accumulate_block<3>(p, v, tokens, factor, o, head_dim, padded_dim);
     case 4:
-      return accumulate_block<4>(Element(), p, v, offsets, tokens, factor, o, head_dim, padded_dim);
+      return accumulate_block<4>(p, v, tokens, factor, o, head_dim, padded_dim);
     case 5:
-      return accumulate_block<5>(Element(), p, v, offsets, tokens, factor, o, head_dim, padded_dim);
+      return accumulate_block<5>(p, v, tokens, factor, o, head_dim, padded_dim);
     default:
-      return accumulate_block<6>(Element(), p, v, offsets, tokens, factor, o, head_dim, padded_dim);
+      return accumulate_block<6>(p, v, tokens, factor, o, head_dim, padded_dim);
   }
 }
 
@@ -163,7 +174,8 @@ void run_row(Element, const QsaRow& row) {
   float* const q = row.workspace;
   float* const o = q + heads * padded_dim;
   float* const s = o + heads * padded_dim;
-  float* const factor = s + heads * kStride;
+  float* const packed_v = s + heads * kStride;
+  float* const factor = packed_v + kQsaBlockKeys * padded_dim;
   SoftmaxState* const state = reinterpret_cast<SoftmaxState*>(factor + heads);
 
   for (int h = 0; h < heads; ++h) {
@@ -179,14 +191,20 @@ void run_row(Element, const QsaRow& row) {
     const int tokens =
         row.num_tokens - first < kQsaBlockKeys ? static_cast<int>(row.num_tokens - first) : kQsaBlockKeys;
     const int64_t* const offsets = row.offsets + first;
+    // The first heads bring K in; the other rows are asked for before they are needed, since tokens lie anywhere.
+    for (int t = 0; t < tokens; ++t) prefetch_row(Element(), v + offsets[t], head_dim);
     for (int h = 0; h < heads; h += kHeadsQk) {
       dot_heads(Element(), min(kHeadsQk, heads - h), q + h * padded_dim, k, offsets, tokens, head_dim, padded_dim,
                 row.scale_log2, s + h * kStride);
     }
     for (int h = 0; h < heads; ++h) factor[h] = softmax_update(s + h * kStride, 0, tokens, state[h]);
+    for (int64_t t = first + tokens; t < row.num_tokens && t < first + 2 * kQsaBlockKeys; ++t) {
+      prefetch_row(Element(), k + row.offsets[t], head_dim);
+    }
+    pack_v(Element(), v, offsets, tokens, head_dim, packed_v);
     for (int h = 0; h < heads; h += kHeadsPv) {
-      accumulate_heads(Element(), min(kHeadsPv, heads - h), s + h * kStride, v, offsets, tokens, factor + h,
-                       o + h * padded_dim, head_dim, padded_dim);
+      accumulate_heads(min(kHeadsPv, heads - h), s + h * kStride, packed_v, tokens, factor + h, o + h * padded_dim,
+                       head_dim, padded_dim);
     }
   }
 

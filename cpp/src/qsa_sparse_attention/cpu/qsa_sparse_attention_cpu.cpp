@@ -34,7 +34,7 @@ std::int64_t resolve_tokens(const QsaParams& params, std::int64_t row, std::int6
   std::int64_t num_tokens = 0;
   for (std::int64_t i = 0; i < count; ++i) {
     const std::int64_t offset = token_offset(params.cache, source.sequence, tokens[i], source.length);
-    if (offset != -1) offsets[num_tokens++] = offset;
+    if (offset != kNotListed) offsets[num_tokens++] = offset;
   }
   return num_tokens;
 }
@@ -50,7 +50,8 @@ void qsa_sparse_attention_cpu(const QsaParams& params) {
   const std::int64_t group = params.group();
   const std::int64_t padded_dim = (params.head_dim + 15) / 16 * 16;
   const std::size_t workspace_bytes =
-      sizeof(float) * static_cast<std::size_t>(group * (2 * padded_dim + kQsaBlockKeys + 4));
+      sizeof(float) *
+      static_cast<std::size_t>(group * (2 * padded_dim + kQsaBlockKeys + 4) + kQsaBlockKeys * padded_dim);
   const std::size_t offsets_bytes = sizeof(std::int64_t) * static_cast<std::size_t>(params.selection_width);
 
   // A task with all kv heads resolves the list once for all of them; with few rows the threads matter more.

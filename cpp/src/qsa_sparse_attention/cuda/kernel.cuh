@@ -54,7 +54,7 @@ __device__ __forceinline__ void wait_for_all_but(int pending) {
   }
 }
 
-// K and V rows of 16 tokens into one ring slot. `offset` is the lane's token's element offset, or -1; lane i holds token
+// K and V rows of 16 tokens into one ring slot. `offset` is the lane's token's element offset, or kNotListed; lane i holds token
 // i % 16.
 template <typename Traits>
 __device__ __forceinline__ void gather(typename Traits::Element* slot_k, typename Traits::Element* slot_v,
@@ -69,7 +69,7 @@ __device__ __forceinline__ void gather(typename Traits::Element* slot_k, typenam
     const int index = i * 32 + lane;
     const int token = index / Traits::kChunks, column = index % Traits::kChunks * kChunk;
     const std::int64_t token_at = __shfl_sync(0xffffffffu, offset, token);
-    const bool valid = token_at >= 0 && column < head_dim;
+    const bool valid = token_at != kNotListed && column < head_dim;
     const std::int64_t from = valid ? token_at + column : 0;
     const int to = layout(token, column);
     copy_chunk(slot_k + to, k + from, valid, aligned);
@@ -132,7 +132,7 @@ __global__ void __launch_bounds__(Traits::kMostThreads)
     const std::int64_t head_offset = kv_head * params.cache.head_stride;
     const auto position = [&](int tile) { return std::int64_t{tile} * kQsaTileKeys + lane % kQsaTileKeys; };
     const auto offset_of = [&](std::int32_t token) {
-      return token < 0 ? std::int64_t{-1} : token_offset(params.cache, reader.sequence, token, reader.length);
+      return token < 0 ? kNotListed : token_offset(params.cache, reader.sequence, token, reader.length);
     };
 
     __syncthreads();  // the last row's merge has left shared memory
@@ -149,7 +149,7 @@ __global__ void __launch_bounds__(Traits::kMostThreads)
     // of its 16 entries are real; slot s in bits 16 (s % 2) of word s / 2.
     std::uint32_t valid_tokens[2] = {0, 0};
     const auto mark = [&](int slot, std::int64_t offset) {
-      const std::uint32_t valid = __ballot_sync(0xffffffffu, offset >= 0) & 0xffffu;
+      const std::uint32_t valid = __ballot_sync(0xffffffffu, offset != kNotListed) & 0xffffu;
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         if (slot == i) valid_tokens[i / 2] = (valid_tokens[i / 2] & (0xffff0000u >> (16 * (i % 2)))) | valid << (16 * (i % 2));

@@ -29,6 +29,12 @@ struct EightFloats {
     }
   }
 
+  // A token's row, zeros where it is not listed.
+  __device__ __forceinline__ void load(std::int64_t offset, const float* cache, int lane, int head_dim, bool aligned) {
+    const bool listed = offset != kNotListed;
+    load(listed ? cache + offset : cache, lane, listed ? head_dim : 0, aligned);
+  }
+
   __device__ __forceinline__ float dot(const EightFloats& other) const {
     float sum = 0.0f;
 #pragma unroll
@@ -114,17 +120,17 @@ __global__ void __launch_bounds__(Shape::kWarps * 32)
       for (int i = 0; i < kKeys; ++i) {
         offset[i] = first + i < count
                         ? token_offset(params.cache, source.sequence, list[first + i], source.length)
-                        : -1;
-        tokens[i].load(k + (offset[i] < 0 ? 0 : offset[i]), lane, offset[i] < 0 ? 0 : head_dim, kernel_params.kv_aligned);
+                        : kNotListed;
+        tokens[i].load(offset[i], k, lane, head_dim, kernel_params.kv_aligned);
       }
 #pragma unroll
       for (int i = 0; i < kKeys; ++i) {
 #pragma unroll
         for (int h = 0; h < kHeads; ++h) {
           const float s = warp_sum(tokens[i].dot(q[h])) * scale;
-          score[i][h] = offset[i] < 0 ? -INFINITY : s;
+          score[i][h] = offset[i] == kNotListed ? -INFINITY : s;
         }
-        tokens[i].load(v + (offset[i] < 0 ? 0 : offset[i]), lane, offset[i] < 0 ? 0 : head_dim, kernel_params.kv_aligned);
+        tokens[i].load(offset[i], v, lane, head_dim, kernel_params.kv_aligned);
       }
 #pragma unroll
       for (int h = 0; h < kHeads; ++h) {
