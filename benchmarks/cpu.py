@@ -7,6 +7,7 @@ both. The table shows medians; the JSON file holds every sample.
 """
 
 import argparse
+import itertools
 import json
 import os
 import platform
@@ -55,7 +56,7 @@ def run_case(torch, ragged_attention, case, rounds):
 
     def peer(q=q, k=k, v=v):
         out = torch.empty_like(q)
-        for begin, end in zip(bounds, bounds[1:]):
+        for begin, end in itertools.pairwise(bounds):
             rows = (x[begin:end].transpose(0, 1).unsqueeze(0) for x in (q, k, v))
             result = torch.nn.functional.scaled_dot_product_attention(*rows, is_causal=True)
             out[begin:end] = result.squeeze(0).transpose(0, 1)
@@ -95,7 +96,8 @@ def main():
 
     torch.set_num_threads(arguments.threads)
     print(f"{processor()}, {arguments.threads} threads, torch {torch.__version__}, causal, {HEADS} heads")
-    print(f"{'dtype':9} {'head_dim':>8} {'sequences':>10} {'ours ms':>9} {'torch ms':>9} {'GFLOP/s':>8} {'speed-up':>8}")
+    names = ("dtype", "head_dim", "sequences", "ours ms", "torch ms", "GFLOP/s", "speed-up")
+    print("{:9} {:>8} {:>10} {:>9} {:>9} {:>8} {:>8}".format(*names))
     results = []
     with torch.no_grad():
         for case in CASES:

@@ -1,7 +1,7 @@
 """PEP 517 backend: scikit-build-core, plus the CUTLASS headers where the build will compile CUDA.
 
-scikit-build-core has no condition for "a CUDA compiler is present", and the CUTLASS wheel pulls in SciPy and others, so a
-CPU-only build should not ask for it.
+scikit-build-core has no condition for "a CUDA compiler is present", and the CUTLASS wheel pulls in SciPy and others, so
+a CPU-only build should not ask for it.
 """
 
 import os

@@ -164,6 +164,7 @@ ImportedTensor import_tensor(nb::handle object, const char* name, Access access,
 
   bool read_only = false;
   if (!nb::try_cast(source, result.owner, false)) {
+    PyErr_Clear();  // the reason, in NumPy's words; ours names the argument
     no_tensor(object, name, numpy ? "dtype " + nb::cast<std::string>(nb::str(object.attr("dtype"))) : "");
   }
   if (access == Access::kWrite) {
@@ -173,6 +174,7 @@ ImportedTensor import_tensor(nb::handle object, const char* name, Access access,
       // The first cast consumed the capsule; a second one shows whether the producer lets it be written.
       nb::ndarray<> writable;
       read_only = !nb::try_cast(capsule_of(object, stream), writable, false);
+      PyErr_Clear();
     }
   }
   const auto& array = result.owner;

@@ -14,8 +14,9 @@ import numpy as np
 from . import _C
 
 _JAX = (
-    "JAX arrays are not taken yet: results must be fresh arrays under jax.jit, which needs an XLA FFI handler that this "
-    "version does not have. Pass torch, CuPy or NumPy tensors (jax.dlpack and np.from_dlpack convert without a copy)"
+    "JAX arrays are not taken yet: results must be fresh arrays under jax.jit, which needs an XLA FFI handler that "
+    "this version does not have. Pass torch, CuPy or NumPy tensors (np.from_dlpack and jax.dlpack convert without a "
+    "copy)"
 )
 
 
@@ -34,14 +35,12 @@ class Framework:
         stream = _C.current_stream(tensor, self.device_index(tensor))
         return 0 if stream is None else stream
 
-    def empty(self, like: Any, shape: tuple[int, ...], dtype: str | None, name: str) -> Any:
+    def empty(self, like: Any, rank: int, dtype: str | None, name: str) -> Any:
+        """A new tensor of the first `rank` dimensions of `like`, of its dtype unless one is named."""
         raise ValueError(
             f"{name}: expected a tensor to write to, got None; {type(like).__name__} is known through DLPack alone, so "
             f"pass out= (and lse= with return_lse=True)"
         )
-
-    def refuse_gradients(self, tensors: dict[str, Any]) -> None:
-        """There is no backward pass: refuse a tensor whose gradient the caller would expect."""
 
     def record_stream(self, tensor: Any, stream: int) -> None:
         """Tell the allocator that a result is in use on a stream other than the current one."""
@@ -53,8 +52,8 @@ class NumPy(Framework):
     def is_cuda(self, tensor: Any) -> bool:
         return False
 
-    def empty(self, like: Any, shape: tuple[int, ...], dtype: str | None, name: str) -> Any:
-        return np.empty(shape, like.dtype if dtype is None else numpy_dtype(dtype))
+    def empty(self, like: Any, rank: int, dtype: str | None, name: str) -> Any:
+        return np.empty(like.shape[:rank], like.dtype if dtype is None else numpy_dtype(dtype))
 
 
 class CuPy(Framework):
@@ -71,10 +70,10 @@ class CuPy(Framework):
         with self._current(cupy, tensor):
             return int(cupy.cuda.get_current_stream().ptr)
 
-    def empty(self, like: Any, shape: tuple[int, ...], dtype: str | None, name: str) -> Any:
+    def empty(self, like: Any, rank: int, dtype: str | None, name: str) -> Any:
         cupy = sys.modules["cupy"]
         with self._current(cupy, like):
-            return cupy.empty(shape, like.dtype if dtype is None else numpy_dtype(dtype))
+            return cupy.empty(like.shape[:rank], like.dtype if dtype is None else numpy_dtype(dtype))
 
     @staticmethod
     def _current(cupy: Any, tensor: Any) -> Any:
@@ -99,21 +98,10 @@ class Torch(Framework):
             stream = int(sys.modules["torch"].cuda.current_stream(index).cuda_stream)
         return stream
 
-    def empty(self, like: Any, shape: tuple[int, ...], dtype: str | None, name: str) -> Any:
+    def empty(self, like: Any, rank: int, dtype: str | None, name: str) -> Any:
         if dtype is None:
-            return like.new_empty(shape)
-        return like.new_empty(shape, dtype=getattr(sys.modules["torch"], dtype))
-
-    def refuse_gradients(self, tensors: dict[str, Any]) -> None:
-        torch = sys.modules["torch"]
-        if not torch.is_grad_enabled():
-            return
-        for name, tensor in tensors.items():
-            if getattr(tensor, "requires_grad", False):
-                raise NotImplementedError(
-                    f"{name}: expected a tensor that does not require grad, got one with requires_grad=True while grad "
-                    f"mode is on; there is no backward yet: detach it, or call under torch.no_grad()"
-                )
+            return like.new_empty(like.shape[:rank])
+        return like.new_empty(like.shape[:rank], dtype=getattr(sys.modules["torch"], dtype))
 
     def record_stream(self, tensor: Any, stream: int) -> None:
         torch = sys.modules["torch"]
@@ -131,6 +119,10 @@ def framework_of(tensor: Any, name: str) -> Framework:
 
 
 def _recognise(tensor: Any, name: str) -> Framework:
+    if isinstance(tensor, type):
+        raise TypeError(
+            f"{name}: expected a tensor that speaks DLPack (torch, CuPy, NumPy, ...), got the class {tensor.__name__}"
+        )
     kind = type(tensor)
     roots = {base.__module__.partition(".")[0] for base in kind.__mro__}
     if roots & {"jax", "jaxlib"}:
@@ -150,6 +142,26 @@ def _recognise(tensor: Any, name: str) -> Framework:
     return framework
 
 
+def refuse_pending(tensors: dict[str, Any]) -> None:
+    """Refuse a torch tensor with something pending that its memory does not show: a gradient, a lazy negation."""
+    torch = sys.modules.get("torch")
+    if torch is None or not hasattr(torch, "is_grad_enabled"):  # not loaded, or still loading
+        return
+    grad_mode = torch.is_grad_enabled()
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, torch.Tensor):
+            continue
+        if tensor.is_neg():
+            raise ValueError(
+                f"{name}: expected a materialised tensor, got a lazily negated view; call resolve_neg() on it first"
+            )
+        if grad_mode and tensor.requires_grad:
+            raise NotImplementedError(
+                f"{name}: expected a tensor that does not require grad, got one with requires_grad=True while grad "
+                f"mode is on; there is no backward yet: detach it, or call under torch.no_grad()"
+            )
+
+
 def numpy_dtype(name: str) -> np.dtype[Any]:
     """A NumPy dtype by name; bfloat16 is the one of ml_dtypes."""
     if name != "bfloat16":
@@ -161,7 +173,8 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
             "out_dtype: bfloat16 in NumPy or CuPy needs the package ml_dtypes, which is not installed; pass out= or "
             "choose float32"
         ) from error
-    return np.dtype(ml_dtypes.bfloat16)
+    bfloat16: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
+    return bfloat16
 
 
 def dtype_name(dtype: Any, name: str) -> str:

@@ -1,4 +1,7 @@
-"""Host scalars: Python numbers, NumPy scalars, and one-element arrays in host memory, as the source documents have them."""
+"""Host scalars: Python numbers, NumPy scalars, and one-element arrays in host memory.
+
+The source documents of both operations have the last; see their pages in docs/.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,8 @@ def _host_value(value: Any, name: str, expected: str) -> Any:
         return value
     if int(value.__dlpack_device__()[0]) not in (1, 3):  # kDLCPU, kDLCUDAHost
         raise TypeError(
-            f"{name}: expected {expected} on the host, got a {type(value).__name__} in device memory, and reading it would "
-            f"synchronise; pass value.item()"
+            f"{name}: expected {expected} on the host, got a {type(value).__name__} in device memory, and reading it "
+            f"would synchronise; pass value.item()"
         )
     array = value if isinstance(value, np.ndarray) else np.from_dlpack(value)
     if array.size != 1:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from . import _C
-from ._frameworks import Framework, dtype_name, framework_of
+from ._frameworks import Framework, dtype_name, framework_of, refuse_pending
 from ._host_scalars import host_float_or_none, host_int, host_int_or_none
 
 MASKS = (
@@ -63,10 +63,10 @@ def ragged_flash_attention(
 ) -> Any:
     """Flash attention over sequences packed one after another, without a KV cache.
 
-    For each sequence and each query head ``h``: ``softmax(scale * q[:, h] @ k[:, h // group].T + mask) @ v[:, h // group]``
-    with ``group = num_q_heads // num_kv_heads``. Accumulation and softmax are in float32. The definition is that of the
-    MAX kernel library's ``RaggedFlashAttentionGPU`` (graph op ``mo.mha.ragged.no_cache``); grouped heads, the LSE and the
-    defaults of mask and scale are additions.
+    For each sequence and each query head ``h``, with ``g = h // (num_q_heads // num_kv_heads)``:
+    ``softmax(scale * q[:, h] @ k[:, g].T + mask) @ v[:, g]``. Accumulation and softmax are in float32. The definition
+    is that of the MAX kernel library's ``RaggedFlashAttentionGPU`` (graph op ``mo.mha.ragged.no_cache``); grouped
+    heads, the LSE and the defaults of mask and scale are additions.
 
     Args:
         q: ``[total_seq_len, num_q_heads, head_dim]``; float32, float16 or bfloat16. Its framework, device and current
@@ -96,19 +96,18 @@ def ragged_flash_attention(
     Raises:
         ValueError: a shape, stride or value that is not accepted; the message names the argument.
         TypeError: a dtype that is not accepted, or an object that is no tensor.
-        NotImplementedError: nothing on this device runs it (see :func:`supports`), a tensor requires grad while grad mode
-            is on, or q is a JAX array.
+        NotImplementedError: nothing on this device runs it (see :func:`supports`), a tensor requires grad while grad
+            mode is on, or q is a JAX array.
         CudaError: the driver or runtime failed.
     """
     check_mask_name(mask_str)
     framework = framework_of(q, "q")
-    framework.refuse_gradients({"q": q, "k": k, "v": v, "out": out, "lse": lse})
+    refuse_pending({"q": q, "k": k, "v": v, "input_row_offsets": input_row_offsets, "out": out, "lse": lse})
     handle = _stream_handle(framework, q, stream)
-    shape = tuple(q.shape)
     if out is None:
-        out = framework.empty(q, shape, None, "out")
+        out = framework.empty(q, 3, None, "out")
     if lse is None and return_lse:
-        lse = framework.empty(q, shape[:2], "float32", "lse")
+        lse = framework.empty(q, 2, "float32", "lse")
     _C.ragged_flash_attention(
         q,
         k,
@@ -154,26 +153,27 @@ def qsa_sparse_attention(
 ) -> Any:
     """Grouped-query attention over the tokens that a QSA (Qwen Sparse Attention) selection names, in a paged KV cache.
 
-    Row ``r`` of sequence ``b`` attends to the positions ``token_indices[r, :counts[r]]`` of its own sequence, cached and
-    new, the same list for all heads. A position listed twice counts twice. No mask is applied on top. The definition is
-    that of the MAX kernel library's ``QSASparseAttentionRaggedPaged`` (graph op ``mo.qsa.attention.ragged.paged``).
+    Row ``r`` of sequence ``b`` attends to the positions ``token_indices[r, :counts[r]]`` of its own sequence, cached
+    and new, the same list for all heads. A position listed twice counts twice. No mask is applied on top. The
+    definition is that of the MAX kernel library's ``QSASparseAttentionRaggedPaged`` (graph op
+    ``mo.qsa.attention.ragged.paged``).
 
     Args:
         q: ``[total_q, num_q_heads, head_dim]``; float32, float16 or bfloat16. Its framework, device and current stream
             are those of the call. head_dim: a multiple of 8, at most 256.
-        input_row_offsets: ``[batch + 1]``; uint32, int32 or int64: which rows of q belong to which sequence. Rows that no
-            sequence owns get output 0 and LSE -inf.
+        input_row_offsets: ``[batch + 1]``; uint32, int32 or int64: which rows of q belong to which sequence. Rows that
+            no sequence owns get output 0 and LSE -inf.
         kv_blocks: ``[num_pages, 2, num_layers, page_size, num_kv_heads, head_dim]``, q's dtype; 0 is K, 1 is V. Never
             written. num_kv_heads divides num_q_heads.
-        cache_lengths: ``[batch]``; uint32, int32 or int64: keys cached before this step. This step's own keys are in the
-            cache already, right after them.
-        kv_lookup_table: ``[batch, max_pages]``; uint32, int32 or int64: page ids. Token ``t`` of sequence ``b`` lies on page
-            ``kv_lookup_table[b, t // page_size]`` at ``t % page_size``.
+        cache_lengths: ``[batch]``; uint32, int32 or int64: keys cached before this step. This step's own keys are in
+            the cache already, right after them.
+        kv_lookup_table: ``[batch, max_pages]``; uint32, int32 or int64: page ids. Token ``t`` of sequence ``b`` lies on
+            page ``kv_lookup_table[b, t // page_size]`` at ``t % page_size``.
         layer_idx: the layer of kv_blocks to read; a host integer or a one-element host array.
         token_indices: ``[total_q, selection_width]``, int32. Entries at or past the count are never read.
         counts: ``[total_q]``, int32; clamped to ``[0, selection_width]``.
-        page_stride: elements from one page to the next, for a kv_blocks that is a packed view into a larger pool; -1 takes
-            kv_blocks' own strides. The caller vouches that the pool covers every page id in use.
+        page_stride: elements from one page to the next, for a kv_blocks that is a packed view into a larger pool; -1
+            takes kv_blocks' own strides. The caller vouches that the pool covers every page id in use.
         max_prompt_length: the most new rows of any sequence. A hint, like the next.
         max_cache_length: the longest context.
         scale: factor on the scores; ``head_dim ** -0.5`` by default.
@@ -186,8 +186,8 @@ def qsa_sparse_attention(
         return_lse: also return the natural logarithm of the sum of exp of the scaled scores.
         stream: a CUDA stream handle to enqueue on instead of q's framework's current stream.
         check_values: read offsets, counts, lengths, positions and pages, and raise on a bad one; synchronises, and is
-            refused under graph capture. Without it, a position outside its sequence or page table, or on a page that does
-            not exist, counts as not listed.
+            refused under graph capture. Without it, a position outside its sequence or page table, or on a page that
+            does not exist, counts as not listed.
 
     Returns:
         ``out``, or ``(out, lse)``. New tensors are of q's framework, on q's device.
@@ -195,23 +195,34 @@ def qsa_sparse_attention(
     Raises:
         ValueError: a shape, stride or value that is not accepted; the message names the argument.
         TypeError: a dtype that is not accepted, or an object that is no tensor.
-        NotImplementedError: nothing on this device runs it (see :func:`supports`), a tensor requires grad while grad mode
-            is on, or q is a JAX array.
+        NotImplementedError: nothing on this device runs it (see :func:`supports`), a tensor requires grad while grad
+            mode is on, or q is a JAX array.
         CudaError: the driver or runtime failed.
     """
     framework = framework_of(q, "q")
-    framework.refuse_gradients({"q": q, "kv_blocks": kv_blocks, "out": out, "lse": lse})
+    refuse_pending(
+        {
+            "q": q,
+            "input_row_offsets": input_row_offsets,
+            "kv_blocks": kv_blocks,
+            "cache_lengths": cache_lengths,
+            "kv_lookup_table": kv_lookup_table,
+            "token_indices": token_indices,
+            "counts": counts,
+            "out": out,
+            "lse": lse,
+        }
+    )
     handle = _stream_handle(framework, q, stream)
-    shape = tuple(q.shape)
     dtype = None if out_dtype is None else dtype_name(out_dtype, "out_dtype")
     if out is None:
-        out = framework.empty(q, shape, dtype, "out")
+        out = framework.empty(q, 3, dtype, "out")
     elif dtype is not None:
         given = dtype_name(out.dtype, "out") if hasattr(out, "dtype") else dtype
         if given != dtype:
             raise ValueError(f"out_dtype: expected out's dtype {given}, got {dtype}")
     if lse is None and return_lse:
-        lse = framework.empty(q, shape[:2], "float32", "lse")
+        lse = framework.empty(q, 2, "float32", "lse")
     _C.qsa_sparse_attention(
         q,
         input_row_offsets,

@@ -17,9 +17,7 @@ class Support(NamedTuple):
     reason: str  #: why this path; or why none, and the way out
 
 
-def supports(
-    op: str, *, device: Any, dtype: Any, head_dim: int, group: int, mask_str: str | None = None
-) -> Support:
+def supports(op: str, *, device: Any, dtype: Any, head_dim: int, group: int, mask_str: str | None = None) -> Support:
     """Say whether an operation runs, on which path, and why, without running anything.
 
     Args:

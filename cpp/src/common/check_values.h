@@ -14,6 +14,7 @@ namespace ragged_attention {
 struct Evidence {
   std::int64_t value = 0;
   std::int64_t other = 0;  // meaning depends on the check: see each one
+  bool has_other = false;
 };
 
 // Place i: input_row_offsets[i] lies in [0, total] and not under its predecessor (which is `other`).
@@ -30,7 +31,7 @@ struct OffsetsCheck {
 };
 
 // Places in order: the counts of all rows (other = row), the cache lengths (other = sequence), then every listed entry
-// row by row (value = the token, other = the page id where the page is what is wrong, else -1).
+// row by row (value = the token; other = the page id where the page is what is wrong).
 struct SelectionCheck {
   QsaParams params;
 
@@ -55,7 +56,7 @@ struct SelectionCheck {
 
   RAGGED_ATTENTION_HOST_DEVICE bool bad(std::int64_t i, Evidence* evidence) const {
     const Place p = place(i);
-    evidence->other = -1;
+    evidence->has_other = false;
     switch (p.kind) {
       case Kind::kCount:
         evidence->value = params.counts[p.row * params.counts_stride];
@@ -72,6 +73,7 @@ struct SelectionCheck {
         if (token_offset(params.cache, source.sequence, token, source.length) != kNotListed) return false;
         if (token >= 0 && token < source.length && token / params.cache.page_size < params.cache.max_pages) {
           evidence->other = params.cache.lookup_table.at(source.sequence, token / params.cache.page_size);
+          evidence->has_other = true;
         }
         return true;
       }

@@ -26,7 +26,7 @@ void check_selection(const QsaParams& params, Device device, void* stream) {
       break;
   }
   const std::string where = " in row " + row + ", column " + std::to_string(place.column);
-  if (evidence.other != -1) {
+  if (evidence.has_other) {
     throw ValueError("kv_lookup_table: expected page ids in [0, " + std::to_string(params.cache.num_pages) + "), got " +
                      std::to_string(evidence.other) + " for token " + value + where + " of token_indices");
   }
@@ -40,7 +40,7 @@ void qsa_sparse_attention(const QsaSparseAttentionArguments& arguments) {
   const QsaParams params = validate(arguments);
   const Device device = arguments.q.device;
   const Path path = require_support({Operation::kQsaSparseAttention, device, params.dtype, params.head_dim,
-                                     params.num_kv_heads > 0 ? params.group() : 1});
+                                     params.num_q_heads > 0 ? params.group() : 1});
   if (path == Path::kCpu && (arguments.warps || arguments.unroll)) {
     throw ValueError(std::string(arguments.warps ? "warps" : "unroll") +
                      ": expected None with CPU tensors (it forces a CUDA kernel), got " +
@@ -51,7 +51,7 @@ void qsa_sparse_attention(const QsaSparseAttentionArguments& arguments) {
     check_offsets(params.rows, device, arguments.stream);
     check_selection(params, device, arguments.stream);
   }
-  if (arguments.out.num_elements() == 0) return;
+  if (!params.has_output()) return;
   if (path == Path::kCpu) {
     qsa_sparse_attention_cpu(params);
   } else {

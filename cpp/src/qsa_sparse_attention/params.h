@@ -39,6 +39,9 @@ struct QsaParams {
 
   RAGGED_ATTENTION_HOST_DEVICE std::int32_t group() const { return num_q_heads / num_kv_heads; }
 
+  // There is something to write. (Without query heads there may be no kv heads either, and group() has no meaning.)
+  bool has_output() const { return rows.total > 0 && num_q_heads > 0; }
+
   // Entries of a row's list that count: counts[row] clamped to [0, selection_width].
   RAGGED_ATTENTION_HOST_DEVICE std::int64_t count(std::int64_t row) const {
     const std::int64_t value = counts[row * counts_stride];

@@ -10,12 +10,12 @@ void ragged_flash_attention(const RaggedFlashAttentionArguments& arguments) {
   const Device device = arguments.q.device;
   const Path path = require_support(
       {Operation::kRaggedFlashAttention, device, params.dtype, params.head_dim,
-       params.num_kv_heads > 0 ? params.group() : 1});
+       params.num_q_heads > 0 ? params.group() : 1});
   if (arguments.check_values) {
     check_not_capturing(device, arguments.stream);
     check_offsets(params.rows, device, arguments.stream);
   }
-  if (arguments.out.num_elements() == 0) return;
+  if (!params.has_output()) return;
   if (path == Path::kCpu) {
     ragged_flash_attention_cpu(params);
   } else {

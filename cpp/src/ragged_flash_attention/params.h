@@ -34,6 +34,9 @@ struct RaggedParams {
   float scale = 1.0f;  // finite; may be 0 or negative
 
   RAGGED_ATTENTION_HOST_DEVICE std::int32_t group() const { return num_q_heads / num_kv_heads; }
+
+  // There is something to write. (Without query heads there may be no kv heads either, and group() has no meaning.)
+  bool has_output() const { return rows.total > 0 && num_q_heads > 0; }
 };
 
 // Runs on the calling thread and the library's pool; returns when `out` is written.
