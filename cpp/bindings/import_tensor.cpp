@@ -87,7 +87,7 @@ TensorView view_of(const nb::dlpack::dltensor& tensor) {
                  [&](std::size_t i) { return tensor.shape[i]; }, [&](std::size_t i) { return strides[i]; });
 }
 
-std::string class_name(nb::handle object) { return nb::cast<std::string>(nb::str(object.type().attr("__name__"))); }
+std::string class_name(nb::handle object) { return nb::cast<std::string>(object.type().attr("__name__")); }
 
 [[noreturn]] void no_tensor(nb::handle object, const char* name, const std::string& why = "") {
   const bool none = object.is_none();
@@ -165,7 +165,7 @@ ImportedTensor import_tensor(nb::handle object, const char* name, Access access,
   bool read_only = false;
   if (!nb::try_cast(source, result.owner, false)) {
     PyErr_Clear();  // the reason, in NumPy's words; ours names the argument
-    no_tensor(object, name, numpy ? "dtype " + nb::cast<std::string>(nb::str(object.attr("dtype"))) : "");
+    no_tensor(object, name, numpy ? "dtype " + nb::cast<std::string>(object.attr("dtype").attr("__str__")()) : "");
   }
   if (access == Access::kWrite) {
     if (numpy) {

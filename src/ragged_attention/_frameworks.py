@@ -121,7 +121,7 @@ def framework_of(tensor: Any, name: str) -> Framework:
 def _recognise(tensor: Any, name: str) -> Framework:
     if isinstance(tensor, type):
         raise TypeError(
-            f"{name}: expected a tensor that speaks DLPack (torch, CuPy, NumPy, ...), got the class {tensor.__name__}"
+            f"{name}: expected a tensor that speaks DLPack (torch, CuPy, NumPy, ...), got the type {tensor.__name__}"
         )
     kind = type(tensor)
     roots = {base.__module__.partition(".")[0] for base in kind.__mro__}

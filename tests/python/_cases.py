@@ -59,7 +59,9 @@ class Case:
 
     def call(self, framework: Framework, **extra: Any) -> Any:
         """The bare call, as a user writes it. Extra arguments may replace operands."""
-        arguments: dict[str, Any] = {**self.tensors(framework), **self.parameters, **extra}
+        # Only what is not replaced becomes a tensor: a copy to the device would synchronise, and break a capture.
+        tensors = {name: framework.tensor(operand) for name, operand in self.operands.items() if name not in extra}
+        arguments: dict[str, Any] = {**tensors, **self.parameters, **extra}
         return getattr(ragged_attention, self.op)(**arguments)
 
     def run(self, framework: Framework, **extra: Any) -> tuple[Array, Array]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 
 import numpy as np
@@ -505,13 +506,18 @@ def test_warps_and_unroll_force_a_kernel_on_cuda_and_others_are_listed(backend, 
         built[name] = sorted({int(number) for number in re.findall(r"\d+", str(refusal.value))} - {77})
         assert built[name], f"the refusal lists no {name}: {refusal.value}"
     for warps in built["warps"]:
-        out, lse = case.run_and_check(backend, warps=warps)
-    for unroll in built["unroll"]:
-        out, lse = case.run_and_check(backend, unroll=unroll)
-        for warps in built["warps"]:
+        case.run_and_check(backend, warps=warps)
+    ran = 0
+    for warps, unroll in itertools.product(built["warps"], built["unroll"]):
+        try:
             out, lse = case.run_and_check(backend, unroll=unroll, warps=warps)
-            assert out.shape == case.out_shape
-            assert lse.shape == case.out_shape[:2]
+        except ValueError as refusal:  # more shared memory than the device has: the refusal lists the pairs that fit
+            assert f"({warps}, {unroll})" not in str(refusal).split("got")[0], refusal
+            continue
+        ran += 1
+        assert out.shape == case.out_shape
+        assert lse.shape == case.out_shape[:2]
+    assert ran >= len(built["warps"])
 
 
 # Sizes

@@ -115,18 +115,6 @@ def test_a_group_below_1_is_not_supported(op):
     assert "group" in reason_why_not(op, group=0)
 
 
-def test_the_hopper_path_takes_its_head_dims_in_16_bits():
-    framework = open_framework("torch", "cuda")
-    if framework.xp.cuda.get_device_capability() != (9, 0):
-        pytest.skip("no Hopper GPU here")
-    portable = ask(RAGGED, "cuda", "float32").path
-    for head_dim in range(8, 257, 8):
-        for dtype in ("float16", "bfloat16"):
-            fast = head_dim in (64, 72, 80, 96, 128, 192, 256)
-            path = ask(RAGGED, "cuda", dtype, head_dim).path
-            assert (path != portable) == fast, (head_dim, dtype, path)
-
-
 def test_build_info_and_version():
     info = build_info()
     assert isinstance(info, dict)
