@@ -509,14 +509,13 @@ def test_warps_and_unroll_force_a_kernel_on_cuda_and_others_are_listed(backend, 
         case.run_and_check(backend, warps=warps)
     ran = 0
     for warps, unroll in itertools.product(built["warps"], built["unroll"]):
+        refusal = ""
         try:
-            out, lse = case.run_and_check(backend, unroll=unroll, warps=warps)
-        except ValueError as refusal:  # more shared memory than the device has: the refusal lists the pairs that fit
-            assert f"({warps}, {unroll})" not in str(refusal).split("got")[0], refusal
-            continue
-        ran += 1
-        assert out.shape == case.out_shape
-        assert lse.shape == case.out_shape[:2]
+            case.run_and_check(backend, unroll=unroll, warps=warps)
+            ran += 1
+        except ValueError as error:  # more shared memory than the device has: the refusal lists the pairs that fit
+            refusal = str(error)
+        assert f"({warps}, {unroll})" not in refusal.partition("got")[0]
     assert ran >= len(built["warps"])
 
 
