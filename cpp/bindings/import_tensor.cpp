@@ -51,10 +51,13 @@ const ExchangeApi* exchange_api(nb::handle object) {
 Device device_of(int type, int index) {
   switch (type) {
     case kDlCpu:
-    case kDlCudaHost: return {DeviceType::kCpu, 0};
+    case kDlCudaHost:
+      return {DeviceType::kCpu, 0};
     case kDlCuda:
-    case kDlCudaManaged: return {DeviceType::kCuda, index};
-    default: return {DeviceType::kOther, type};
+    case kDlCudaManaged:
+      return {DeviceType::kCuda, index};
+    default:
+      return {DeviceType::kOther, type};
   }
 }
 
@@ -82,9 +85,10 @@ TensorView view_of(const nb::dlpack::dltensor& tensor) {
     }
   }
   const std::int64_t* strides = tensor.strides != nullptr ? tensor.strides : packed;
-  return view_of(static_cast<char*>(tensor.data) + tensor.byte_offset, tensor.dtype,
-                 device_of(tensor.device.device_type, tensor.device.device_id), static_cast<std::size_t>(tensor.ndim),
-                 [&](std::size_t i) { return tensor.shape[i]; }, [&](std::size_t i) { return strides[i]; });
+  return view_of(
+      static_cast<char*>(tensor.data) + tensor.byte_offset, tensor.dtype,
+      device_of(tensor.device.device_type, tensor.device.device_id), static_cast<std::size_t>(tensor.ndim),
+      [&](std::size_t i) { return tensor.shape[i]; }, [&](std::size_t i) { return strides[i]; });
 }
 
 std::string class_name(nb::handle object) { return nb::cast<std::string>(object.type().attr("__name__")); }
@@ -106,7 +110,8 @@ nb::object capsule_of(nb::handle object, std::optional<std::uintptr_t> stream) {
   nb::dict keywords;
   const auto device_type = nb::cast<int>(nb::object(object.attr("__dlpack_device__")())[0]);
   if (stream && (device_type == kDlCuda || device_type == kDlCudaManaged)) {
-    keywords["stream"] = nb::int_(*stream == 0 ? std::uintptr_t{1} : *stream);  // DLPack: 1 is the legacy default stream
+    keywords["stream"] =
+        nb::int_(*stream == 0 ? std::uintptr_t{1} : *stream);  // DLPack: 1 is the legacy default stream
   }
   keywords["max_version"] = nb::make_tuple(1, 1);
   try {
@@ -128,8 +133,7 @@ std::optional<std::uintptr_t> current_stream(nb::handle object, std::int32_t dev
   return reinterpret_cast<std::uintptr_t>(stream);
 }
 
-ImportedTensor import_tensor(nb::handle object, const char* name, Access access,
-                             std::optional<std::uintptr_t> stream) {
+ImportedTensor import_tensor(nb::handle object, const char* name, Access access, std::optional<std::uintptr_t> stream) {
   ImportedTensor result;
   const ExchangeApi* api = exchange_api(object);
   if (api != nullptr && api->dltensor_from_py_object_no_sync != nullptr) {
@@ -178,10 +182,11 @@ ImportedTensor import_tensor(nb::handle object, const char* name, Access access,
     }
   }
   const auto& array = result.owner;
-  result.view = view_of(const_cast<void*>(static_cast<const void*>(array.data())), array.dtype(),
-                        device_of(array.device_type(), array.device_id()), array.ndim(),
-                        [&](std::size_t i) { return static_cast<std::int64_t>(array.shape(i)); },
-                        [&](std::size_t i) { return array.stride(i); });
+  result.view = view_of(
+      const_cast<void*>(static_cast<const void*>(array.data())), array.dtype(),
+      device_of(array.device_type(), array.device_id()), array.ndim(),
+      [&](std::size_t i) { return static_cast<std::int64_t>(array.shape(i)); },
+      [&](std::size_t i) { return array.stride(i); });
   if (logical) result.view.dtype = *logical;
   result.view.read_only = read_only;
   return result;

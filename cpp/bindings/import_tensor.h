@@ -12,8 +12,8 @@ namespace ragged_attention {
 
 enum class Access { kRead, kWrite };
 
-// A view and whatever keeps its memory alive. For a framework with DLPack's C exchange API nothing is needed: the caller
-// holds the object.
+// A view and whatever keeps its memory alive. For a framework with DLPack's C exchange API nothing is needed: the
+// caller holds the object.
 struct ImportedTensor {
   TensorView view;
   nanobind::ndarray<nanobind::ro> owner;

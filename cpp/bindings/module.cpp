@@ -184,9 +184,9 @@ NB_MODULE(_C, m) {
   m.def("ragged_flash_attention", &ragged_flash_attention, "q"_a.none(), "k"_a.none(), "v"_a.none(),
         "input_row_offsets"_a.none(), "out"_a.none(), "lse"_a.none(), "mask_str"_a, "local_window_size"_a,
         "scale"_a.none(), "q_max_seq_len"_a.none(), "stream"_a.none(), "check_values"_a);
-  m.def("qsa_sparse_attention", &qsa_sparse_attention, "q"_a.none(), "input_row_offsets"_a.none(),
-        "kv_blocks"_a.none(), "cache_lengths"_a.none(), "kv_lookup_table"_a.none(), "layer_idx"_a,
-        "token_indices"_a.none(), "counts"_a.none(), "out"_a.none(), "lse"_a.none(), "page_stride"_a, "scale"_a.none(),
+  m.def("qsa_sparse_attention", &qsa_sparse_attention, "q"_a.none(), "input_row_offsets"_a.none(), "kv_blocks"_a.none(),
+        "cache_lengths"_a.none(), "kv_lookup_table"_a.none(), "layer_idx"_a, "token_indices"_a.none(),
+        "counts"_a.none(), "out"_a.none(), "lse"_a.none(), "page_stride"_a, "scale"_a.none(),
         "max_prompt_length"_a.none(), "max_cache_length"_a.none(), "group"_a.none(), "warps"_a.none(),
         "unroll"_a.none(), "stream"_a.none(), "check_values"_a);
   m.def("supports", &supports, "op"_a, "cuda"_a, "device"_a, "dtype"_a, "head_dim"_a, "group"_a);

@@ -15,12 +15,12 @@ struct QsaSparseAttentionArguments {
   TensorView cache_lengths;      // [batch], uint32, int32 or int64: keys cached before this step
   TensorView kv_lookup_table;    // [batch, max_pages], uint32, int32 or int64
   std::int64_t layer_idx = 0;
-  TensorView token_indices;  // [total_q, selection_width], int32
-  TensorView counts;         // [total_q], int32
-  TensorView out;            // [total_q, num_q_heads, head_dim]; float32, float16 or bfloat16
-  std::optional<TensorView> lse;  // [total_q, num_q_heads], float32
-  std::int64_t page_stride = -1;  // elements from page to page; -1: kv_blocks' own strides
-  std::optional<double> scale;    // head_dim ** -0.5 when absent
+  TensorView token_indices;                       // [total_q, selection_width], int32
+  TensorView counts;                              // [total_q], int32
+  TensorView out;                                 // [total_q, num_q_heads, head_dim]; float32, float16 or bfloat16
+  std::optional<TensorView> lse;                  // [total_q, num_q_heads], float32
+  std::int64_t page_stride = -1;                  // elements from page to page; -1: kv_blocks' own strides
+  std::optional<double> scale;                    // head_dim ** -0.5 when absent
   std::optional<std::int64_t> max_prompt_length;  // hints; no result depends on them
   std::optional<std::int64_t> max_cache_length;
   std::optional<std::int64_t> group;   // if given, num_q_heads / num_kv_heads

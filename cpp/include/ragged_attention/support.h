@@ -1,4 +1,5 @@
-// "Will this run, where, and if not, why?" One question, asked by dispatch, error messages, tests and integrations alike.
+// "Will this run, where, and if not, why?" One question, asked by dispatch, error messages, tests and integrations
+// alike.
 #pragma once
 
 #include <cstdint>

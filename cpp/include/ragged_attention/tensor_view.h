@@ -51,8 +51,8 @@ struct TensorView {
   void* data = nullptr;  // first element; may be null when the tensor has no element
   DType dtype;
   Device device;
-  int rank = 0;                        // a tensor of higher rank is reported by its rank alone: never more than kMaxRank
-  std::int64_t shape[kMaxRank] = {};   // dimensions, outermost first
+  int rank = 0;                       // a tensor of higher rank is reported by its rank alone: never more than kMaxRank
+  std::int64_t shape[kMaxRank] = {};  // dimensions, outermost first
   std::int64_t strides[kMaxRank] = {};  // in elements; may be 0 or negative; means nothing where the dimension is 1
   bool read_only = false;
 

@@ -41,8 +41,8 @@ std::string strides_string(const TensorView& tensor) {
 
 void check_rank(Named tensor, int rank, const char* layout) {
   if (tensor->rank == rank) return;
-  throw ValueError(std::string(tensor.name) + ": expected " + std::to_string(rank) + " dimensions " + layout + ", got " +
-                   std::to_string(tensor->rank) +
+  throw ValueError(std::string(tensor.name) + ": expected " + std::to_string(rank) + " dimensions " + layout +
+                   ", got " + std::to_string(tensor->rank) +
                    (tensor->rank <= TensorView::kMaxRank ? " with shape " + shape_string(*tensor) : std::string()));
 }
 

@@ -16,9 +16,12 @@ struct IntegerArray {
 
   RAGGED_ATTENTION_HOST_DEVICE std::int64_t operator[](std::int64_t i) const {
     switch (type) {
-      case IntegerType::kI32: return static_cast<const std::int32_t*>(data)[i * stride];
-      case IntegerType::kU32: return static_cast<const std::uint32_t*>(data)[i * stride];
-      default: return static_cast<const std::int64_t*>(data)[i * stride];
+      case IntegerType::kI32:
+        return static_cast<const std::int32_t*>(data)[i * stride];
+      case IntegerType::kU32:
+        return static_cast<const std::uint32_t*>(data)[i * stride];
+      default:
+        return static_cast<const std::int64_t*>(data)[i * stride];
     }
   }
 };
@@ -31,9 +34,12 @@ struct IntegerMatrix {
   RAGGED_ATTENTION_HOST_DEVICE std::int64_t at(std::int64_t row, std::int64_t column) const {
     const std::int64_t step = row0.stride;
     switch (row0.type) {
-      case IntegerType::kI32: return static_cast<const std::int32_t*>(row0.data)[row * row_stride + column * step];
-      case IntegerType::kU32: return static_cast<const std::uint32_t*>(row0.data)[row * row_stride + column * step];
-      default: return static_cast<const std::int64_t*>(row0.data)[row * row_stride + column * step];
+      case IntegerType::kI32:
+        return static_cast<const std::int32_t*>(row0.data)[row * row_stride + column * step];
+      case IntegerType::kU32:
+        return static_cast<const std::uint32_t*>(row0.data)[row * row_stride + column * step];
+      default:
+        return static_cast<const std::int64_t*>(row0.data)[row * row_stride + column * step];
     }
   }
 };

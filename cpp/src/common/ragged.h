@@ -22,9 +22,9 @@ struct RowRange {
 };
 
 struct RaggedRows {
-  IntegerArray offsets;     // batch + 1 entries
+  IntegerArray offsets;  // batch + 1 entries
   std::int64_t batch = 0;
-  std::int64_t total = 0;   // rows of the tensor
+  std::int64_t total = 0;  // rows of the tensor
 
   RAGGED_ATTENTION_HOST_DEVICE std::int64_t num_segments() const { return batch + 2; }
 
@@ -49,7 +49,10 @@ struct RaggedRows {
     std::int64_t low = 0, high = num_segments();  // boundary(low) <= row < boundary(high), the end counting as larger
     while (high - low > 1) {
       const std::int64_t middle = low + (high - low) / 2;
-      if (boundary(middle) <= row) low = middle; else high = middle;
+      if (boundary(middle) <= row)
+        low = middle;
+      else
+        high = middle;
     }
     return low;
   }
@@ -79,7 +82,10 @@ struct TileSchedule {
     std::int64_t low = 0, high = rows.num_segments();
     while (high - low > 1) {
       const std::int64_t middle = low + (high - low) / 2;
-      if (first_id(middle) <= id) low = middle; else high = middle;
+      if (first_id(middle) <= id)
+        low = middle;
+      else
+        high = middle;
     }
     const RowRange range = rows.rows(low);
     const std::int64_t m = id - first_id(low);

@@ -18,9 +18,12 @@ Support refused(std::string reason) { return {false, Path::kNone, std::move(reas
 
 const char* path_name(Path path) {
   switch (path) {
-    case Path::kCpu: return "cpu";
-    case Path::kCudaPortable: return "cuda_portable";
-    default: return "none";
+    case Path::kCpu:
+      return "cpu";
+    case Path::kCudaPortable:
+      return "cuda_portable";
+    default:
+      return "none";
   }
 }
 
@@ -35,18 +38,20 @@ Support supports(const SupportQuery& query) {
   if (query.group < 1) return refused("group: expected at least 1, got " + std::to_string(query.group));
   if (query.device.type == DeviceType::kCpu) return {true, Path::kCpu, "CPU backend"};
   if (query.device.type != DeviceType::kCuda) {
-    return refused("device: expected cpu or cuda, got " + to_string(query.device) + "; copy the tensors to one of them");
+    return refused("device: expected cpu or cuda, got " + to_string(query.device) +
+                   "; copy the tensors to one of them");
   }
   const BuildInfo& build = build_info();
   if (build.cuda_version.empty()) {
     return refused(
-        "this build has no CUDA kernels; install a wheel built with nvcc (the build log says 'CUDA kernels ON'), or pass "
+        "this build has no CUDA kernels; install a wheel built with nvcc (the build log says 'CUDA kernels ON'), or "
+        "pass "
         "CPU tensors");
   }
   const CudaDeviceInfo& info = cuda_device_info(query.device.index);
   if (!cuda_architecture_built(info.major, info.minor)) {
-    return refused("this build has kernels for " + build.cuda_architectures + ", and " + to_string(query.device) + " (" +
-                   info.name + ") is " + architecture(info.major, info.minor) +
+    return refused("this build has kernels for " + build.cuda_architectures + ", and " + to_string(query.device) +
+                   " (" + info.name + ") is " + architecture(info.major, info.minor) +
                    "; rebuild with -C cmake.define.RAGGED_ATTENTION_CUDA_ARCHITECTURES=" + std::to_string(info.major) +
                    std::to_string(info.minor) + "-real, or pass CPU tensors");
   }

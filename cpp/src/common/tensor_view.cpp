@@ -5,12 +5,23 @@ namespace ragged_attention {
 std::string to_string(DType dtype) {
   std::string name;
   switch (dtype.code) {
-    case 0: name = "int"; break;
-    case 1: name = "uint"; break;
-    case 2: name = "float"; break;
-    case 4: name = "bfloat"; break;
-    case 5: name = "complex"; break;
-    case 6: return "bool";
+    case 0:
+      name = "int";
+      break;
+    case 1:
+      name = "uint";
+      break;
+    case 2:
+      name = "float";
+      break;
+    case 4:
+      name = "bfloat";
+      break;
+    case 5:
+      name = "complex";
+      break;
+    case 6:
+      return "bool";
     default:
       name = dtype.code >= 7 && dtype.code <= 14 ? "float8 (DLPack code " : "an unknown dtype (DLPack code ";
       return name + std::to_string(dtype.code) + ", " + std::to_string(dtype.bits) + " bits)";
@@ -22,9 +33,12 @@ std::string to_string(DType dtype) {
 
 std::string to_string(Device device) {
   switch (device.type) {
-    case DeviceType::kCpu: return "cpu";
-    case DeviceType::kCuda: return "cuda:" + std::to_string(device.index);
-    default: return "a device of DLPack type " + std::to_string(device.index);
+    case DeviceType::kCpu:
+      return "cpu";
+    case DeviceType::kCuda:
+      return "cuda:" + std::to_string(device.index);
+    default:
+      return "a device of DLPack type " + std::to_string(device.index);
   }
 }
 

@@ -30,8 +30,8 @@ void check_selection(const QsaParams& params, Device device, void* stream) {
     throw ValueError("kv_lookup_table: expected page ids in [0, " + std::to_string(params.cache.num_pages) + "), got " +
                      std::to_string(evidence.other) + " for token " + value + where + " of token_indices");
   }
-  throw ValueError("token_indices: expected positions in the row's own sequence and within its page table, got " + value +
-                   where);
+  throw ValueError("token_indices: expected positions in the row's own sequence and within its page table, got " +
+                   value + where);
 }
 
 }  // namespace

@@ -20,11 +20,11 @@ struct QsaParams {
   std::int64_t lse_row_stride = 0;
   std::int64_t lse_head_stride = 0;
 
-  RaggedRows rows;                // the query rows of each sequence
+  RaggedRows rows;                                // the query rows of each sequence
   const std::int32_t* row_to_sequence = nullptr;  // if not null: the sequence of each row (-1: none), instead of `rows`
-  IntegerArray cache_lengths;     // [batch]
-  PagedCache cache;               // the layer's K and V
-  const std::int32_t* token_indices = nullptr;  // [total_q, selection_width], contiguous rows
+  IntegerArray cache_lengths;                     // [batch]
+  PagedCache cache;                               // the layer's K and V
+  const std::int32_t* token_indices = nullptr;    // [total_q, selection_width], contiguous rows
   std::int64_t token_indices_row_stride = 0;
   const std::int32_t* counts = nullptr;  // [total_q]
   std::int64_t counts_stride = 1;

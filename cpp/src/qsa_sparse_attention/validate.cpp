@@ -11,7 +11,6 @@ constexpr char kQLayout[] = "[total_q, num_q_heads, head_dim]";
 constexpr char kCacheLayout[] = "[num_pages, 2, num_layers, page_size, num_kv_heads, head_dim]";
 enum CacheDimension { kPage, kKv, kLayer, kToken, kHead, kChannel };
 
-
 void check_packed_pages(Named cache, std::int64_t page_stride) {
   std::int64_t expected = 1;
   for (int i = kChannel; i >= kKv; --i) {
@@ -95,8 +94,8 @@ QsaParams validate(const QsaSparseAttentionArguments& arguments) {
   check_dimension(cache, kChannel, q->shape[2], kCacheLayout, "q's head_dim");
   for (const int dimension : {int{kLayer}, int{kToken}}) {
     if (cache->shape[dimension] == 0) {
-      throw ValueError(std::string("kv_blocks: expected ") + kCacheLayout + " with num_layers and page_size at least 1, " +
-                       "got shape " + shape_string(*cache));
+      throw ValueError(std::string("kv_blocks: expected ") + kCacheLayout +
+                       " with num_layers and page_size at least 1, " + "got shape " + shape_string(*cache));
     }
   }
   check_heads(q, q->shape[1], cache, cache->shape[kHead]);

@@ -8,9 +8,8 @@ namespace ragged_attention {
 void ragged_flash_attention(const RaggedFlashAttentionArguments& arguments) {
   const RaggedParams params = validate(arguments);
   const Device device = arguments.q.device;
-  const Path path = require_support(
-      {Operation::kRaggedFlashAttention, device, params.dtype, params.head_dim,
-       params.num_q_heads > 0 ? params.group() : 1});
+  const Path path = require_support({Operation::kRaggedFlashAttention, device, params.dtype, params.head_dim,
+                                     params.num_q_heads > 0 ? params.group() : 1});
   if (arguments.check_values) {
     check_not_capturing(device, arguments.stream);
     check_offsets(params.rows, device, arguments.stream);

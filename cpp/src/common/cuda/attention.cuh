@@ -1,12 +1,12 @@
 // What the portable tensor-core kernels share: copies into swizzled shared memory, fragments, online softmax.
 #pragma once
 
-#include <cute/tensor.hpp>
 #include <cutlass/bfloat16.h>
 #include <cutlass/half.h>
 #include <cutlass/numeric_conversion.h>
 
 #include <cstdint>
+#include <cute/tensor.hpp>
 #include <type_traits>
 
 namespace ragged_attention {
@@ -46,9 +46,9 @@ struct MmaAtom<cutlass::bfloat16_t> {
 
 // m16n8k16, kWarps of them along M.
 template <typename Element, int kWarps>
-using WarpsAlongM = cute::TiledMMA<typename MmaAtom<Element>::Type,
-                                   cute::Layout<cute::Shape<cute::Int<kWarps>, cute::_1, cute::_1>>,
-                                   cute::Tile<cute::Int<16 * kWarps>, cute::_16, cute::_16>>;
+using WarpsAlongM =
+    cute::TiledMMA<typename MmaAtom<Element>::Type, cute::Layout<cute::Shape<cute::Int<kWarps>, cute::_1, cute::_1>>,
+                   cute::Tile<cute::Int<16 * kWarps>, cute::_16, cute::_16>>;
 
 // 16 bytes from global to shared memory. Where `valid` is false, zeros, and nothing is read. `aligned` says whether the
 // tensor's chunks all start on 16 bytes; if not, element by element.
@@ -56,8 +56,8 @@ template <typename Element>
 __device__ __forceinline__ void copy_chunk(Element* shared, const Element* global, bool valid, bool aligned) {
   static_assert(sizeof(Element) == 2);
   if (aligned) {
-    cute::SM80_CP_ASYNC_CACHEGLOBAL_ZFILL<cute::uint128_t>::copy(
-        *reinterpret_cast<const cute::uint128_t*>(global), *reinterpret_cast<cute::uint128_t*>(shared), valid);
+    cute::SM80_CP_ASYNC_CACHEGLOBAL_ZFILL<cute::uint128_t>::copy(*reinterpret_cast<const cute::uint128_t*>(global),
+                                                                 *reinterpret_cast<cute::uint128_t*>(shared), valid);
     return;
   }
   alignas(16) Element chunk[kChunk];
@@ -73,7 +73,8 @@ CUTE_HOST_DEVICE constexpr auto rows_and_columns(Layout layout) {
   return make_layout(make_layout(get<0, 1>(layout), get<1>(layout)), make_layout(get<0, 0>(layout), get<2>(layout)));
 }
 
-// The accumulator of S, ((2, 2), M, N), as the A operand of P @ V, ((2, 2, 2), M, N / 2): two n8 tiles are one k16 step.
+// The accumulator of S, ((2, 2), M, N), as the A operand of P @ V, ((2, 2, 2), M, N / 2): two n8 tiles are one k16
+// step.
 template <typename Layout>
 CUTE_HOST_DEVICE constexpr auto as_a_operand(Layout layout) {
   using namespace cute;
@@ -94,9 +95,10 @@ __device__ __forceinline__ auto converted(const cute::Tensor<Engine, Layout>& so
 // C += A @ B^T with both operands in shared memory, fragments of the next k-step loaded under this one's MMAs.
 template <typename Accumulator, typename FragmentA, typename FragmentB, typename SharedA, typename SharedB,
           typename TiledMma, typename CopyA, typename CopyB, typename ThreadCopyA, typename ThreadCopyB>
-__device__ __forceinline__ void gemm_shared(Accumulator& accumulator, FragmentA& a, FragmentB& b, const SharedA& shared_a,
-                                            const SharedB& shared_b, TiledMma mma, CopyA copy_a, CopyB copy_b,
-                                            ThreadCopyA thread_copy_a, ThreadCopyB thread_copy_b) {
+__device__ __forceinline__ void gemm_shared(Accumulator& accumulator, FragmentA& a, FragmentB& b,
+                                            const SharedA& shared_a, const SharedB& shared_b, TiledMma mma,
+                                            CopyA copy_a, CopyB copy_b, ThreadCopyA thread_copy_a,
+                                            ThreadCopyB thread_copy_b) {
   using namespace cute;
   auto a_view = thread_copy_a.retile_D(a);
   auto b_view = thread_copy_b.retile_D(b);
@@ -148,8 +150,8 @@ __device__ __forceinline__ float exp2_approximate(float x) {
 }
 
 // Running maximum and sum of kRows rows a thread; the four threads of a quad share a row. Scores are in units of log2.
-// Masked scores are -inf; a row that has seen nothing yet has the maximum -inf, for which 0 stands in so that -inf - -inf
-// never happens. NaN and +inf scores flow through as NaN.
+// Masked scores are -inf; a row that has seen nothing yet has the maximum -inf, for which 0 stands in so that -inf -
+// -inf never happens. NaN and +inf scores flow through as NaN.
 template <int kRows>
 struct OnlineSoftmax {
   float maximum[kRows];

@@ -14,8 +14,8 @@ namespace ragged_attention {
 // A grid dimension's limit; kernels walk whatever is left over.
 constexpr std::int64_t kMaxGrid = 0x7fffffff;
 
-// One launch of `kernel` (a __global__ function of one argument) with `work` blocks on the current device. `kernel` is a
-// template argument so that each has its own memory of the devices where its shared memory was raised.
+// One launch of `kernel` (a __global__ function of one argument) with `work` blocks on the current device. `kernel` is
+// a template argument so that each has its own memory of the devices where its shared memory was raised.
 template <auto kernel, typename Params>
 void launch(const Params& params, std::int64_t work, int threads, int shared_bytes, int device, cudaStream_t stream,
             const char* doing) {

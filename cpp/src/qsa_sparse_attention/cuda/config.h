@@ -1,5 +1,5 @@
-// The row-by-row kernels of qsa_sparse_attention: which are built, and how they share out a row's list. Host code reads it
-// too.
+// The row-by-row kernels of qsa_sparse_attention: which are built, and how they share out a row's list. Host code reads
+// it too.
 //
 // Head dims go up to the next bucket (64, 128, 256) and the missing columns are zeros in shared memory.
 #pragma once
@@ -22,10 +22,10 @@ struct QsaLaunchShape {
   std::int32_t unroll;
 };
 
-// Bits depend on how a list is shared out, so the default may follow the head dim alone, never the batch. Measured on an
-// H200 at head dim 256 (8192 rows at 8192 / 8 rows of decode, ms): warps, unroll = (2, 16) 4.71 / 0.134, (4, 16) 4.93 /
-// 0.083, (4, 32) 7.07 / 0.081, (8, 16) 5.81 / 0.068. Several CTAs a multiprocessor hide each other's latency better than
-// deeper rings do, so the rings of one CTA stay near 64 KB.
+// Bits depend on how a list is shared out, so the default may follow the head dim alone, never the batch. Measured on
+// an H200 at head dim 256 (8192 rows at 8192 / 8 rows of decode, ms): warps, unroll = (2, 16) 4.71 / 0.134, (4,
+// 16) 4.93 / 0.083, (4, 32) 7.07 / 0.081, (8, 16) 5.81 / 0.068. Several CTAs a multiprocessor hide each other's latency
+// better than deeper rings do, so the rings of one CTA stay near 64 KB.
 constexpr QsaLaunchShape qsa_default_shape(int head_dim_bucket) {
   return head_dim_bucket == 256 ? QsaLaunchShape{4, 16} : QsaLaunchShape{4, 32};
 }

@@ -45,7 +45,8 @@ QsaLaunchShape launch_shape(int head_dim_bucket, int shared_memory, std::optiona
     check_built("unroll", *unroll, portable::kQsaUnroll);
     shape.unroll = static_cast<std::int32_t>(*unroll);
   }
-  // A GPU with less shared memory than Hopper's shortens what was not asked for: a property of the device, not of the call.
+  // A GPU with less shared memory than Hopper's shortens what was not asked for: a property of the device, not of the
+  // call.
   while (!fits(shape) && !unroll && shape.unroll > portable::kQsaUnroll[0]) shape.unroll /= 2;
   while (!fits(shape) && !warps && shape.warps > portable::kQsaWarps[0]) shape.warps /= 2;
   if (fits(shape)) return shape;
@@ -55,16 +56,19 @@ QsaLaunchShape launch_shape(int head_dim_bucket, int shared_memory, std::optiona
       if (fits({w, u})) list += (list.empty() ? "(" : ", (") + std::to_string(w) + ", " + std::to_string(u) + ")";
     }
   }
-  throw ValueError("warps, unroll: expected a pair that fits this device's shared memory at this head_dim, one of " + list +
-                   ", got (" + std::to_string(shape.warps) + ", " + std::to_string(shape.unroll) + ")");
+  throw ValueError("warps, unroll: expected a pair that fits this device's shared memory at this head_dim, one of " +
+                   list + ", got (" + std::to_string(shape.warps) + ", " + std::to_string(shape.unroll) + ")");
 }
 
 template <typename Element>
 void dispatch_head_dim(const QsaKernelParams& params, QsaLaunchShape shape, int device, void* stream) {
   switch (bucket(params.params.head_dim)) {
-    case 64: return portable::launch_qsa<Element, 64>(params, shape, device, stream);
-    case 128: return portable::launch_qsa<Element, 128>(params, shape, device, stream);
-    default: return portable::launch_qsa<Element, 256>(params, shape, device, stream);
+    case 64:
+      return portable::launch_qsa<Element, 64>(params, shape, device, stream);
+    case 128:
+      return portable::launch_qsa<Element, 128>(params, shape, device, stream);
+    default:
+      return portable::launch_qsa<Element, 256>(params, shape, device, stream);
   }
 }
 
@@ -90,8 +94,8 @@ void qsa_sparse_attention_cuda(const QsaParams& params, int device, void* stream
     if (unroll) check_built("unroll", *unroll, {portable::QsaFp32::kKeys});
     return portable::launch_qsa_fp32(kernel_params, device, stream);
   }
-  const QsaLaunchShape shape = launch_shape(bucket(params.head_dim), cuda_device_info(device).shared_memory_per_block,
-                                            warps, unroll);
+  const QsaLaunchShape shape =
+      launch_shape(bucket(params.head_dim), cuda_device_info(device).shared_memory_per_block, warps, unroll);
   kernel_params.tiles_in_flight = shape.unroll / portable::kQsaTileKeys;
   if (params.dtype == kBFloat16) {
     dispatch_head_dim<cutlass::bfloat16_t>(kernel_params, shape, device, stream);

@@ -3,10 +3,10 @@
 // Schedule of one CTA: one query row, one kv head, up to 16 of its query heads as the M of m16n8k16.
 //   1. Q of the heads to shared memory.
 //   2. The warps share out the row's list in tiles of 16 entries, tile t to warp t % warps, each on its own: no barrier
-//      until the end. A warp keeps `tiles_in_flight` tiles in a ring in shared memory and, ahead of them in registers, the
-//      next tile's addresses and the list entries of the one after: the chain list -> page table -> K and V never stalls.
-//      A tile: gather K and V with cp.async (a token's row is 16 bytes a lane), S = Q K^T, drop invalid entries,
-//      online softmax, O += P V.
+//      until the end. A warp keeps `tiles_in_flight` tiles in a ring in shared memory and, ahead of them in registers,
+//      the next tile's addresses and the list entries of the one after: the chain list -> page table -> K and V never
+//      stalls. A tile: gather K and V with cp.async (a token's row is 16 bytes a lane), S = Q K^T, drop invalid
+//      entries, online softmax, O += P V.
 //   3. The warps' partial (maximum, sum, O) meet in shared memory and are merged in warp order.
 // Only listed tokens are ever read: an invalid entry, or one past the count, is a zero-filled row with weight 0.
 #pragma once
@@ -46,16 +46,26 @@ struct ListReader {
 __device__ __forceinline__ void wait_for_all_but(int pending) {
   // cp.async.wait_group takes an immediate.
   switch (pending) {
-    case 0: cute::cp_async_wait<0>(); break;
-    case 1: cute::cp_async_wait<1>(); break;
-    case 2: cute::cp_async_wait<2>(); break;
-    case 3: cute::cp_async_wait<3>(); break;
-    default: cute::cp_async_wait<4>(); break;
+    case 0:
+      cute::cp_async_wait<0>();
+      break;
+    case 1:
+      cute::cp_async_wait<1>();
+      break;
+    case 2:
+      cute::cp_async_wait<2>();
+      break;
+    case 3:
+      cute::cp_async_wait<3>();
+      break;
+    default:
+      cute::cp_async_wait<4>();
+      break;
   }
 }
 
-// K and V rows of 16 tokens into one ring slot. `offset` is the lane's token's element offset, or kNotListed; lane i holds token
-// i % 16.
+// K and V rows of 16 tokens into one ring slot. `offset` is the lane's token's element offset, or kNotListed; lane i
+// holds token i % 16.
 template <typename Traits>
 __device__ __forceinline__ void gather(typename Traits::Element* slot_k, typename Traits::Element* slot_v,
                                        const PagedCache& cache, std::int64_t head_offset, std::int64_t offset,
@@ -145,14 +155,15 @@ __global__ void __launch_bounds__(Traits::kMostThreads)
     }
     cp_async_fence();
 
-    // Fill the ring: tile n of this warp is tile warp + n * warps of the list. `valid_tokens` keeps, for each slot, which
-    // of its 16 entries are real; slot s in bits 16 (s % 2) of word s / 2.
+    // Fill the ring: tile n of this warp is tile warp + n * warps of the list. `valid_tokens` keeps, for each slot,
+    // which of its 16 entries are real; slot s in bits 16 (s % 2) of word s / 2.
     std::uint32_t valid_tokens[2] = {0, 0};
     const auto mark = [&](int slot, std::int64_t offset) {
       const std::uint32_t valid = __ballot_sync(0xffffffffu, offset != kNotListed) & 0xffffu;
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        if (slot == i) valid_tokens[i / 2] = (valid_tokens[i / 2] & (0xffff0000u >> (16 * (i % 2)))) | valid << (16 * (i % 2));
+        if (slot == i)
+          valid_tokens[i / 2] = (valid_tokens[i / 2] & (0xffff0000u >> (16 * (i % 2)))) | valid << (16 * (i % 2));
       }
     };
     int next = warp;  // the list's tile to gather next
@@ -183,7 +194,8 @@ __global__ void __launch_bounds__(Traits::kMostThreads)
       wait_for_all_but(in_flight - 1);
       __syncwarp();
       auto s_k = make_tensor(make_smem_ptr(ring + slot * 2 * kTile), typename Traits::SharedKv::Layout{});
-      auto s_vt = make_tensor(make_smem_ptr(ring + slot * 2 * kTile + kTile), typename Traits::SharedKv::TransposedLayout{});
+      auto s_vt =
+          make_tensor(make_smem_ptr(ring + slot * 2 * kTile + kTile), typename Traits::SharedKv::TransposedLayout{});
       auto s_vt_plain = make_tensor(s_vt.data(), get_nonswizzle_portion(typename Traits::SharedKv::TransposedLayout{}));
       auto r_k = thread_mma.partition_fragment_B(s_k);
       auto r_v = thread_mma.partition_fragment_B(s_vt_plain);
@@ -262,7 +274,8 @@ __global__ void __launch_bounds__(Traits::kMostThreads)
       result = make_float4(result.x * inverse, result.y * inverse, result.z * inverse, result.w * inverse);
       store_four(kernel_params, row, first_head + head, column, result);
       if (column == 0 && params.lse != nullptr) {
-        params.lse[row * params.lse_row_stride + (first_head + head) * params.lse_head_stride] = natural_lse(largest, total);
+        params.lse[row * params.lse_row_stride + (first_head + head) * params.lse_head_stride] =
+            natural_lse(largest, total);
       }
     }
   }

@@ -13,7 +13,7 @@ enum class OutType : std::int32_t { kFloat32, kFloat16, kBFloat16 };
 struct QsaKernelParams {
   QsaParams params;
   OutType out_type = OutType::kFloat32;  // params.out_dtype, for the device
-  bool q_aligned = false;    // 16-byte chunks start on 16 bytes
+  bool q_aligned = false;                // 16-byte chunks start on 16 bytes
   bool kv_aligned = false;
   bool out_aligned = false;
   std::int32_t tiles_in_flight = 2;  // unroll / 16

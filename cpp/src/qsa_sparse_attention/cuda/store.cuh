@@ -31,9 +31,15 @@ __device__ __forceinline__ void store_four(const QsaKernelParams& kernel_params,
   char* base = static_cast<char*>(params.out);
   const bool aligned = kernel_params.out_aligned;
   switch (kernel_params.out_type) {
-    case OutType::kFloat32: store_four_as<float>(base + offset * 4, column, value, aligned); break;
-    case OutType::kFloat16: store_four_as<cutlass::half_t>(base + offset * 2, column, value, aligned); break;
-    case OutType::kBFloat16: store_four_as<cutlass::bfloat16_t>(base + offset * 2, column, value, aligned); break;
+    case OutType::kFloat32:
+      store_four_as<float>(base + offset * 4, column, value, aligned);
+      break;
+    case OutType::kFloat16:
+      store_four_as<cutlass::half_t>(base + offset * 2, column, value, aligned);
+      break;
+    case OutType::kBFloat16:
+      store_four_as<cutlass::bfloat16_t>(base + offset * 2, column, value, aligned);
+      break;
   }
 }
 

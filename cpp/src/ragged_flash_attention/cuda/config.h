@@ -1,8 +1,8 @@
 // The portable kernels of ragged_flash_attention: which are built, and their tiles. Host code reads it too.
 //
-// Head dims go up to the next bucket and the missing columns are filled with zeros in shared memory: few instantiations,
-// and what is lost in the odd sizes the Hopper kernels take back. Every tile fits the 99 KB of shared memory that the
-// smallest supported GPUs (sm_86, sm_89, sm_120) give a block.
+// Head dims go up to the next bucket and the missing columns are filled with zeros in shared memory: few
+// instantiations, and what is lost in the odd sizes the Hopper kernels take back. Every tile fits the 99 KB of shared
+// memory that the smallest supported GPUs (sm_86, sm_89, sm_120) give a block.
 #pragma once
 
 namespace ragged_attention::portable {
@@ -32,7 +32,8 @@ struct RaggedTile<256> {  // 96 KB; likewise
   static constexpr int kBlockM = 64, kBlockN = 64, kWarps = 4;
 };
 
-// float32, on FMA units (no TF32): 64 x 64 scores in 4 x 4 a thread, operands staged through 32 or 64 columns at a time.
+// float32, on FMA units (no TF32): 64 x 64 scores in 4 x 4 a thread, operands staged through 32 or 64 columns at a
+// time.
 struct RaggedTileFp32 {
   static constexpr int kBlockM = 64, kBlockN = 64, kThreads = 256;
   static constexpr int kKStep = 32;  // columns of Q and K staged at a time

@@ -29,12 +29,13 @@ struct RaggedTraits {
   using SharedQ = SwizzledTile<Element, kBlockM, kHeadDim>;
   using SharedKv = SwizzledTile<Element, kBlockN, kHeadDim>;
   using TiledMma = WarpsAlongM<Element, Tile::kWarps>;
-  static constexpr int kSharedBytes = (SharedQ::kElements + 2 * SharedKv::kElements) * static_cast<int>(sizeof(Element));
+  static constexpr int kSharedBytes =
+      (SharedQ::kElements + 2 * SharedKv::kElements) * static_cast<int>(sizeof(Element));
 };
 
-// kRows x head_dim of a tensor whose row 0 is `base` into shared memory; rows from `rows` on and columns from head_dim on
-// are zeros. The threads cover one swizzle atom's columns and kPassRows rows at a time, a multiple of the atom's 8 rows:
-// then a thread's addresses differ by constants in shared memory and by one step in global memory, and nothing is
+// kRows x head_dim of a tensor whose row 0 is `base` into shared memory; rows from `rows` on and columns from head_dim
+// on are zeros. The threads cover one swizzle atom's columns and kPassRows rows at a time, a multiple of the atom's 8
+// rows: then a thread's addresses differ by constants in shared memory and by one step in global memory, and nothing is
 // worth the compiler's keeping in registers across the main loop.
 template <typename Traits, typename Shared>
 __device__ __forceinline__ void load_rows(typename Traits::Element* shared, const typename Traits::Element* base,
@@ -116,7 +117,8 @@ __global__ void __launch_bounds__(Traits::kThreads)
     const int first_row = static_cast<int>(tile.row);
     const int rows = min(kBlockM, length - first_row);
     const std::int64_t first_global = tile.begin + tile.row;
-    Element* out = static_cast<Element*>(params.out) + first_global * params.out_row_stride + head * params.out_head_stride;
+    Element* out =
+        static_cast<Element*>(params.out) + first_global * params.out_row_stride + head * params.out_head_stride;
     float* lse = params.lse == nullptr
                      ? nullptr
                      : params.lse + first_global * params.lse_row_stride + head * params.lse_head_stride;
@@ -133,8 +135,8 @@ __global__ void __launch_bounds__(Traits::kThreads)
     __syncthreads();  // the last tile's epilogue has left shared memory
     if (params.rows.owned(tile.segment)) {
       const int kv_head = head / params.group();
-      const Element* q = static_cast<const Element*>(params.q.data) + first_global * params.q.row_stride +
-                         head * params.q.head_stride;
+      const Element* q =
+          static_cast<const Element*>(params.q.data) + first_global * params.q.row_stride + head * params.q.head_stride;
       const Element* k = static_cast<const Element*>(params.k.data) + tile.begin * params.k.row_stride +
                          kv_head * params.k.head_stride;
       const Element* v = static_cast<const Element*>(params.v.data) + tile.begin * params.v.row_stride +
@@ -146,15 +148,15 @@ __global__ void __launch_bounds__(Traits::kThreads)
       const float scale = params.scale * kLog2E;
 
       load_rows<Traits, typename Traits::SharedQ>(shared_q, q, params.q.row_stride, rows, head_dim, aligned.q);
-      load_rows<Traits, typename Traits::SharedKv>(shared_k, k + key_begin * params.k.row_stride, params.k.row_stride, length - key_begin,
-                                 head_dim, aligned.k);
+      load_rows<Traits, typename Traits::SharedKv>(shared_k, k + key_begin * params.k.row_stride, params.k.row_stride,
+                                                   length - key_begin, head_dim, aligned.k);
       cp_async_fence();
 
       for (int key = key_begin; key < key_end; key += kBlockN) {
         cp_async_wait<0>();
         __syncthreads();  // K (and Q) are here, and every warp is done with the last V
-        load_rows<Traits, typename Traits::SharedKv>(shared_v, v + key * params.v.row_stride, params.v.row_stride, length - key, head_dim,
-                                   aligned.v);
+        load_rows<Traits, typename Traits::SharedKv>(shared_v, v + key * params.v.row_stride, params.v.row_stride,
+                                                     length - key, head_dim, aligned.v);
         cp_async_fence();
 
         auto acc_s = partition_fragment_C(mma, Shape<Int<kBlockM>, Int<kBlockN>>{});
@@ -164,8 +166,9 @@ __global__ void __launch_bounds__(Traits::kThreads)
         cp_async_wait<0>();
         __syncthreads();  // V is here, and every warp is done with K
         if (key + kBlockN < key_end) {
-          load_rows<Traits, typename Traits::SharedKv>(shared_k, k + (key + kBlockN) * params.k.row_stride, params.k.row_stride,
-                                     length - key - kBlockN, head_dim, aligned.k);
+          load_rows<Traits, typename Traits::SharedKv>(shared_k, k + (key + kBlockN) * params.k.row_stride,
+                                                       params.k.row_stride, length - key - kBlockN, head_dim,
+                                                       aligned.k);
           cp_async_fence();
         }
 

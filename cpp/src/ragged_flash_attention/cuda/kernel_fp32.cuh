@@ -65,12 +65,12 @@ __global__ void __launch_bounds__(RaggedTileFp32::kThreads)
 
     if (params.rows.owned(tile.segment)) {
       const int kv_head = head / params.group();
-      const float* q = static_cast<const float*>(params.q.data) + first_global * params.q.row_stride +
-                       head * params.q.head_stride;
-      const float* k = static_cast<const float*>(params.k.data) + tile.begin * params.k.row_stride +
-                       kv_head * params.k.head_stride;
-      const float* v = static_cast<const float*>(params.v.data) + tile.begin * params.v.row_stride +
-                       kv_head * params.v.head_stride;
+      const float* q =
+          static_cast<const float*>(params.q.data) + first_global * params.q.row_stride + head * params.q.head_stride;
+      const float* k =
+          static_cast<const float*>(params.k.data) + tile.begin * params.k.row_stride + kv_head * params.k.head_stride;
+      const float* v =
+          static_cast<const float*>(params.v.data) + tile.begin * params.v.row_stride + kv_head * params.v.head_stride;
       const int last_row = first_row + rows - 1;
       const int key_begin = params.mask.lo(first_row, length), key_end = params.mask.hi(last_row, length);
       const int full_begin = params.mask.lo(last_row, length), full_end = params.mask.hi(first_row, length);
@@ -85,8 +85,8 @@ __global__ void __launch_bounds__(RaggedTileFp32::kThreads)
             const bool inside = d + column < head_dim;
             *reinterpret_cast<float4*>(&s_q[row * kKPitch + column]) =
                 load_four(q + row * params.q.row_stride + d + column, inside && row < rows, aligned.q);
-            *reinterpret_cast<float4*>(&s_kv[row * kKPitch + column]) = load_four(
-                k + (key + row) * params.k.row_stride + d + column, inside && key + row < length, aligned.k);
+            *reinterpret_cast<float4*>(&s_kv[row * kKPitch + column]) =
+                load_four(k + (key + row) * params.k.row_stride + d + column, inside && key + row < length, aligned.k);
           }
           __syncthreads();
 #pragma unroll
@@ -124,7 +124,8 @@ __global__ void __launch_bounds__(RaggedTileFp32::kThreads)
             largest = fmaxf(largest, s[r][c]);
           }
 #pragma unroll
-          for (int step = 1; step < 16; step *= 2) largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, step));
+          for (int step = 1; step < 16; step *= 2)
+            largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, step));
           largest = fmaxf(maximum[r], largest);
           const float reference = largest == -INFINITY ? 0.0f : largest;  // never -inf - -inf
           const float rescale = exp2_approximate(maximum[r] - reference);
@@ -194,8 +195,8 @@ __global__ void __launch_bounds__(RaggedTileFp32::kThreads)
         const int column = b * kVStep + tx * 4;
         if (column >= head_dim) continue;
         float* target = out + row * params.out_row_stride + column;
-        const float4 result = make_float4(o[r][b][0] * inverse, o[r][b][1] * inverse, o[r][b][2] * inverse,
-                                          o[r][b][3] * inverse);
+        const float4 result =
+            make_float4(o[r][b][0] * inverse, o[r][b][1] * inverse, o[r][b][2] * inverse, o[r][b][3] * inverse);
         if (aligned.out) {
           *reinterpret_cast<float4*>(target) = result;
         } else {

@@ -1,9 +1,9 @@
 // Row-by-row QSA attention for float32 on FMA units: exact float32 products, no TF32.
 //
 // Schedule of one CTA: one query row, one kv head, up to 4 of its query heads; 4 warps share out the list in tiles of 4
-// entries, tile t to warp t % 4. Lanes lie along the head dim: lane l holds columns 4 l .. 4 l + 3 and 128 + 4 l .. of Q, K, V
-// and O, so a token's row is one or two coalesced loads, and a score is a sum over the warp. At the end the warps' partial
-// results are merged in warp order through shared memory.
+// entries, tile t to warp t % 4. Lanes lie along the head dim: lane l holds columns 4 l .. 4 l + 3 and 128 + 4 l .. of
+// Q, K, V and O, so a token's row is one or two coalesced loads, and a score is a sum over the warp. At the end the
+// warps' partial results are merged in warp order through shared memory.
 #include "common/cuda/attention.cuh"
 #include "common/cuda/launch.h"
 #include "qsa_sparse_attention/cuda/config.h"
@@ -104,8 +104,8 @@ __global__ void __launch_bounds__(Shape::kWarps * 32)
     float maximum[kHeads], sum[kHeads];
 #pragma unroll
     for (int h = 0; h < kHeads; ++h) {
-      const float* from = static_cast<const float*>(params.q) + row * params.q_row_stride +
-                          (first_head + h) * params.q_head_stride;
+      const float* from =
+          static_cast<const float*>(params.q) + row * params.q_row_stride + (first_head + h) * params.q_head_stride;
       q[h].load(from, lane, h < heads ? head_dim : 0, kernel_params.q_aligned);
       o[h] = {};
       maximum[h] = -INFINITY;
@@ -118,9 +118,8 @@ __global__ void __launch_bounds__(Shape::kWarps * 32)
       float score[kKeys][kHeads];
 #pragma unroll
       for (int i = 0; i < kKeys; ++i) {
-        offset[i] = first + i < count
-                        ? token_offset(params.cache, source.sequence, list[first + i], source.length)
-                        : kNotListed;
+        offset[i] = first + i < count ? token_offset(params.cache, source.sequence, list[first + i], source.length)
+                                      : kNotListed;
         tokens[i].load(offset[i], k, lane, head_dim, kernel_params.kv_aligned);
       }
 #pragma unroll
@@ -183,7 +182,8 @@ __global__ void __launch_bounds__(Shape::kWarps * 32)
       result = make_float4(result.x * inverse, result.y * inverse, result.z * inverse, result.w * inverse);
       store_four(kernel_params, row, first_head + head, column, result);
       if (column == 0 && params.lse != nullptr) {
-        params.lse[row * params.lse_row_stride + (first_head + head) * params.lse_head_stride] = natural_lse(largest, total);
+        params.lse[row * params.lse_row_stride + (first_head + head) * params.lse_head_stride] =
+            natural_lse(largest, total);
       }
     }
   }
