@@ -25,7 +25,7 @@ def _wants_cutlass(config_settings):
     option = str((config_settings or {}).get("cmake.define.RAGGED_ATTENTION_CUDA", "AUTO")).upper()
     if option in ("OFF", "0", "FALSE", "NO") or os.environ.get("CUTLASS_DIR"):
         return False
-    homes = (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda")
+    homes = (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"))  # where cmake/Cuda.cmake looks too
     return (
         option in ("ON", "1", "TRUE", "YES")
         or bool(os.environ.get("CUDACXX"))
