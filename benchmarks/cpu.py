@@ -7,6 +7,7 @@ both. The table shows medians; the JSON file holds every sample.
 """
 
 import argparse
+import datetime
 import itertools
 import json
 import os
@@ -115,6 +116,8 @@ def main():
             "processor": processor(),
             "threads": arguments.threads,
             "torch": torch.__version__,
+            "build": ragged_attention.build_info(),
+            "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
             "results": results,
         }
         with open(arguments.json, "w") as file:
