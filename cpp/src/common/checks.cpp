@@ -130,6 +130,27 @@ void check_no_overlap(Named output, std::initializer_list<Named> inputs) {
   }
 }
 
+void check_results(Named out, const std::optional<TensorView>& lse_tensor, Named q, const char* rows,
+                   std::initializer_list<Named> inputs) {
+  const std::string out_layout = std::string("[") + rows + ", num_q_heads, head_dim]";
+  check_rank(out, 3, out_layout.c_str());
+  check_same_device(out, q);
+  for (int i = 0; i < 3; ++i) check_dimension(out, i, q->shape[i], out_layout.c_str(), "q's shape");
+  check_innermost_contiguous(out);
+  check_output(out);
+  check_no_overlap(out, inputs);
+  if (!lse_tensor) return;
+  const Named lse{"lse", &*lse_tensor};
+  const std::string lse_layout = std::string("[") + rows + ", num_q_heads]";
+  check_rank(lse, 2, lse_layout.c_str());
+  check_dtype(lse, {kFloat32});
+  check_same_device(lse, q);
+  for (int i = 0; i < 2; ++i) check_dimension(lse, i, q->shape[i], lse_layout.c_str(), "q's shape");
+  check_output(lse);
+  check_no_overlap(lse, inputs);
+  check_no_overlap(lse, {out});
+}
+
 void check_heads(Named q, std::int64_t num_q_heads, Named kv, std::int64_t num_kv_heads) {
   if (num_q_heads == 0) return;
   if (num_kv_heads == 0) {

@@ -32,6 +32,11 @@ void check_aligned(Named tensor);  // to its own element size
 void check_output(Named output);
 void check_no_overlap(Named output, std::initializer_list<Named> inputs);
 
+// Shapes, device, layout and memory of the results against q, [rows, heads, head_dim]; `rows` is the name of its first
+// dimension. The dtype of out is the operation's business.
+void check_results(Named out, const std::optional<TensorView>& lse, Named q, const char* rows,
+                   std::initializer_list<Named> inputs);
+
 void check_heads(Named q, std::int64_t num_q_heads, Named kv, std::int64_t num_kv_heads);
 float checked_scale(std::optional<double> scale, std::int64_t head_dim);
 std::int32_t checked_int32(std::int64_t value, const char* what);

@@ -111,23 +111,8 @@ QsaParams validate(const QsaSparseAttentionArguments& arguments) {
                      std::to_string(q->shape[1] / cache->shape[kHead]) + ", got " + std::to_string(*arguments.group));
   }
 
-  check_rank(out, 3, kQLayout);
   check_dtype(out, {kFloat32, kFloat16, kBFloat16});
-  check_same_device(out, q);
-  for (int i = 0; i < 3; ++i) check_dimension(out, i, q->shape[i], kQLayout, "q's shape");
-  check_innermost_contiguous(out);
-  check_output(out);
-  check_no_overlap(out, {q, cache, offsets, lengths, table, indices, counts});
-  if (arguments.lse) {
-    const Named lse{"lse", &*arguments.lse};
-    static constexpr char kLseLayout[] = "[total_q, num_q_heads]";
-    check_rank(lse, 2, kLseLayout);
-    check_dtype(lse, {kFloat32});
-    check_same_device(lse, q);
-    for (int i = 0; i < 2; ++i) check_dimension(lse, i, q->shape[i], kLseLayout, "q's shape");
-    check_output(lse);
-    check_no_overlap(lse, {q, cache, offsets, lengths, table, indices, counts, out});
-  }
+  check_results(out, arguments.lse, q, "total_q", {q, cache, offsets, lengths, table, indices, counts});
 
   QsaParams params;
   params.scale = checked_scale(arguments.scale, q->shape[2]);

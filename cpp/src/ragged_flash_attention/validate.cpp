@@ -72,23 +72,8 @@ RaggedParams validate(const RaggedFlashAttentionArguments& arguments) {
   }
   check_aligned(offsets);
 
-  check_rank(out, 3, kQLayout);
   check_same_dtype(out, q);
-  check_same_device(out, q);
-  for (int i = 0; i < 3; ++i) check_dimension(out, i, q->shape[i], kQLayout, "q's shape");
-  check_innermost_contiguous(out);
-  check_output(out);
-  check_no_overlap(out, {q, k, v, offsets});
-  if (arguments.lse) {
-    const Named lse{"lse", &*arguments.lse};
-    static constexpr char kLseLayout[] = "[total_seq_len, num_q_heads]";
-    check_rank(lse, 2, kLseLayout);
-    check_dtype(lse, {kFloat32});
-    check_same_device(lse, q);
-    for (int i = 0; i < 2; ++i) check_dimension(lse, i, q->shape[i], kLseLayout, "q's shape");
-    check_output(lse);
-    check_no_overlap(lse, {q, k, v, offsets, out});
-  }
+  check_results(out, arguments.lse, q, "total_seq_len", {q, k, v, offsets});
 
   RaggedParams params;
   params.mask = checked_mask(arguments.mask_str, arguments.local_window_size);

@@ -15,7 +15,7 @@
 #include "common/cuda/launch.h"
 #include "qsa_sparse_attention/cuda/config.h"
 #include "qsa_sparse_attention/cuda/launch.h"
-#include "qsa_sparse_attention/cuda/store.cuh"
+#include "qsa_sparse_attention/cuda/results.cuh"
 
 namespace ragged_attention::portable {
 
@@ -235,49 +235,25 @@ __global__ void __launch_bounds__(Traits::kMostThreads)
 
     // Merge: [warp][head] maximum and sum, then [warp][head][head_dim] of O, in the rings' place.
     __syncthreads();
-    float* maxima = reinterpret_cast<float*>(rings);
-    float* sums = maxima + warps * kQsaTileHeads;
-    float* outputs = sums + warps * kQsaTileHeads;
+    WarpPartials partials;
+    partials.maxima = reinterpret_cast<float*>(rings);
+    partials.sums = partials.maxima + warps * kQsaTileHeads;
+    partials.outputs = partials.sums + warps * kQsaTileHeads;
 #pragma unroll
     for (int r = 0; r < kThreadRows; ++r) {
       const int head = lane / 4 + 8 * r;
       if (lane % 4 == 0) {
-        maxima[warp * kQsaTileHeads + head] = softmax.maximum[r];
-        sums[warp * kQsaTileHeads + head] = softmax.sum[r];
+        partials.maxima[warp * kQsaTileHeads + head] = softmax.maximum[r];
+        partials.sums[warp * kQsaTileHeads + head] = softmax.sum[r];
       }
-      float* to = outputs + (warp * kQsaTileHeads + head) * kHeadDim + 2 * (lane % 4);
+      float* to = partials.outputs + (warp * kQsaTileHeads + head) * kHeadDim + 2 * (lane % 4);
 #pragma unroll
       for (int c = 0; c < decltype(size<1>(o))::value; c += 2) {
         *reinterpret_cast<float2*>(to + 4 * c) = make_float2(o(r, c), o(r, c + 1));
       }
     }
     __syncthreads();
-    constexpr int kFours = kHeadDim / 4;
-    for (int index = thread; index < heads * kFours; index += static_cast<int>(blockDim.x)) {
-      const int head = index / kFours, column = index % kFours * 4;
-      if (column >= params.head_dim) continue;
-      float largest = -INFINITY;
-      for (int w = 0; w < warps; ++w) largest = fmaxf(largest, maxima[w * kQsaTileHeads + head]);
-      const float reference = largest == -INFINITY ? 0.0f : largest;
-      float total = 0.0f;
-      float4 result = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-      for (int w = 0; w < warps; ++w) {
-        const float weight = exp2_approximate(maxima[w * kQsaTileHeads + head] - reference);
-        const float4 part = *reinterpret_cast<const float4*>(outputs + (w * kQsaTileHeads + head) * kHeadDim + column);
-        total = fmaf(weight, sums[w * kQsaTileHeads + head], total);
-        result.x = fmaf(weight, part.x, result.x);
-        result.y = fmaf(weight, part.y, result.y);
-        result.z = fmaf(weight, part.z, result.z);
-        result.w = fmaf(weight, part.w, result.w);
-      }
-      const float inverse = inverse_of_sum(total);
-      result = make_float4(result.x * inverse, result.y * inverse, result.z * inverse, result.w * inverse);
-      store_four(kernel_params, row, first_head + head, column, result);
-      if (column == 0 && params.lse != nullptr) {
-        params.lse[row * params.lse_row_stride + (first_head + head) * params.lse_head_stride] =
-            natural_lse(largest, total);
-      }
-    }
+    merge_and_store<kQsaTileHeads, kHeadDim>(kernel_params, partials, warps, row, first_head, heads);
   }
 }
 

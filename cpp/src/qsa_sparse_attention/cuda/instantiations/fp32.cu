@@ -8,7 +8,7 @@
 #include "common/cuda/launch.h"
 #include "qsa_sparse_attention/cuda/config.h"
 #include "qsa_sparse_attention/cuda/launch.h"
-#include "qsa_sparse_attention/cuda/store.cuh"
+#include "qsa_sparse_attention/cuda/results.cuh"
 
 namespace ragged_attention::portable {
 
@@ -161,31 +161,8 @@ __global__ void __launch_bounds__(Shape::kWarps * 32)
       for (int i = 0; i < 2; ++i) *reinterpret_cast<float4*>(&outputs[warp][h][128 * i + 4 * lane]) = o[h].part[i];
     }
     __syncthreads();
-    for (int index = thread; index < heads * (kMostHeadDim / 4); index += kWarps * 32) {
-      const int head = index / (kMostHeadDim / 4), column = index % (kMostHeadDim / 4) * 4;
-      if (column >= head_dim) continue;
-      float largest = -INFINITY;
-      for (int w = 0; w < kWarps; ++w) largest = fmaxf(largest, maxima[w][head]);
-      const float reference = largest == -INFINITY ? 0.0f : largest;
-      float total = 0.0f;
-      float4 result = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-      for (int w = 0; w < kWarps; ++w) {
-        const float weight = exp2_approximate(maxima[w][head] - reference);
-        const float4 part = *reinterpret_cast<const float4*>(&outputs[w][head][column]);
-        total = fmaf(weight, sums[w][head], total);
-        result.x = fmaf(weight, part.x, result.x);
-        result.y = fmaf(weight, part.y, result.y);
-        result.z = fmaf(weight, part.z, result.z);
-        result.w = fmaf(weight, part.w, result.w);
-      }
-      const float inverse = inverse_of_sum(total);
-      result = make_float4(result.x * inverse, result.y * inverse, result.z * inverse, result.w * inverse);
-      store_four(kernel_params, row, first_head + head, column, result);
-      if (column == 0 && params.lse != nullptr) {
-        params.lse[row * params.lse_row_stride + (first_head + head) * params.lse_head_stride] =
-            natural_lse(largest, total);
-      }
-    }
+    const WarpPartials partials{&maxima[0][0], &sums[0][0], &outputs[0][0][0]};
+    merge_and_store<kHeads, kMostHeadDim>(kernel_params, partials, kWarps, row, first_head, heads);
   }
 }
 
