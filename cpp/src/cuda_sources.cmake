@@ -1,21 +1,45 @@
 # Target ragged_attention_cuda. One file an instantiation, so that they compile side by side; the tables that say which
 # exist and why stand in each operation's cuda/config.h.
+set(RAGGED_ATTENTION_HEAD_DIMS "" CACHE STRING
+    "Head dims (buckets of cuda/config.h, such as 128) whose kernels are compiled, for the edit loop; empty: all")
+
 set(ragged_tensor_core_head_dims 64 96 128 192 256)
 set(ragged_fp32_head_dims 64 128 256)
 set(qsa_tensor_core_head_dims 64 128 256)
+set(bf16_element cutlass::bfloat16_t)
+set(fp16_element cutlass::half_t)
 
 set(instantiations src/qsa_sparse_attention/cuda/instantiations/fp32.cu)
+set(RAGGED_ATTENTION_MISSING "")
+# Compiles the file, or leaves `definition` to stand in for it: a launch that refuses.
+macro(ragged_attention_instantiation head_dim file definition)
+  if(RAGGED_ATTENTION_HEAD_DIMS STREQUAL "" OR "${head_dim}" IN_LIST RAGGED_ATTENTION_HEAD_DIMS)
+    list(APPEND instantiations ${file})
+  else()
+    string(APPEND RAGGED_ATTENTION_MISSING "${definition}\n")
+  endif()
+endmacro()
+
 foreach(head_dim IN LISTS ragged_fp32_head_dims)
-  list(APPEND instantiations src/ragged_flash_attention/cuda/instantiations/fp32_${head_dim}.cu)
+  ragged_attention_instantiation(${head_dim} src/ragged_flash_attention/cuda/instantiations/fp32_${head_dim}.cu
+                                 "RAGGED_FP32(${head_dim})")
 endforeach()
 foreach(dtype bf16 fp16)
   foreach(head_dim IN LISTS ragged_tensor_core_head_dims)
-    list(APPEND instantiations src/ragged_flash_attention/cuda/instantiations/${dtype}_${head_dim}.cu)
+    ragged_attention_instantiation(${head_dim} src/ragged_flash_attention/cuda/instantiations/${dtype}_${head_dim}.cu
+                                   "RAGGED(${${dtype}_element}, ${head_dim})")
   endforeach()
   foreach(head_dim IN LISTS qsa_tensor_core_head_dims)
-    list(APPEND instantiations src/qsa_sparse_attention/cuda/instantiations/${dtype}_${head_dim}.cu)
+    ragged_attention_instantiation(${head_dim} src/qsa_sparse_attention/cuda/instantiations/${dtype}_${head_dim}.cu
+                                   "QSA(${${dtype}_element}, ${head_dim})")
   endforeach()
 endforeach()
+if(RAGGED_ATTENTION_MISSING)
+  message(WARNING "ragged_attention: only the kernels of head dims ${RAGGED_ATTENTION_HEAD_DIMS} are built "
+                  "(RAGGED_ATTENTION_HEAD_DIMS); calls that need others are refused")
+  configure_file(src/common/cuda/missing.cpp.in ${CMAKE_CURRENT_BINARY_DIR}/missing.cpp @ONLY)
+  list(APPEND instantiations ${CMAKE_CURRENT_BINARY_DIR}/missing.cpp)
+endif()
 
 add_library(ragged_attention_cuda STATIC
   src/common/cuda/runtime.cpp
