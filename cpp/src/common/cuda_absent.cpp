@@ -16,7 +16,6 @@ std::vector<CudaDeviceInfo> cuda_devices(std::string* problem) {
 }
 
 const CudaDeviceInfo& cuda_device_info(int) { refuse(); }
-bool cuda_architecture_built(int, int) { return false; }
 bool cuda_stream_is_capturing(int, void*) { refuse(); }
 std::int64_t cuda_first_bad(const OffsetsCheck&, int, void*, Evidence*) { refuse(); }
 std::int64_t cuda_first_bad(const SelectionCheck&, int, void*, Evidence*) { refuse(); }

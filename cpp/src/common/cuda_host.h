@@ -15,9 +15,6 @@ namespace ragged_attention {
 // Of one device, cached. Throws CudaError where the driver cannot answer, ValueError where there is no such device.
 const CudaDeviceInfo& cuda_device_info(int device);
 
-// Whether the kernels were compiled for a device of this compute capability.
-bool cuda_architecture_built(int major, int minor);
-
 // Where the stream is being captured into a graph, a synchronisation would invalidate the capture.
 bool cuda_stream_is_capturing(int device, void* stream);
 

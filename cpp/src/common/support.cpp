@@ -12,7 +12,53 @@ constexpr std::int64_t kMaxHeadDim = 256;
 
 std::string architecture(int major, int minor) { return "sm_" + std::to_string(major) + std::to_string(minor); }
 
-Support refused(std::string reason) { return {false, Path::kNone, std::move(reason)}; }
+// The path, and the reason if somebody wants to read it: a call that runs asks on every launch and reads none.
+Path decide(const SupportQuery& query, std::string* reason) {
+  const auto refused = [&](auto&& text) {
+    if (reason != nullptr) *reason = text();
+    return Path::kNone;
+  };
+  if (query.dtype != kFloat32 && query.dtype != kFloat16 && query.dtype != kBFloat16) {
+    return refused([&] { return "dtype: expected float32, float16 or bfloat16, got " + to_string(query.dtype); });
+  }
+  if (query.head_dim < 8 || query.head_dim > kMaxHeadDim || query.head_dim % 8 != 0) {
+    return refused([&] {
+      return "head_dim: expected a multiple of 8 from 8 to 256, got " + std::to_string(query.head_dim) +
+             "; pad q, k and v with zeros to the next multiple of 8 and pass scale explicitly";
+    });
+  }
+  if (query.group < 1) {
+    return refused([&] { return "group: expected at least 1, got " + std::to_string(query.group); });
+  }
+  if (query.device.type == DeviceType::kCpu) {
+    if (reason != nullptr) *reason = "CPU backend";
+    return Path::kCpu;
+  }
+  if (query.device.type != DeviceType::kCuda) {
+    return refused([&] {
+      return "device: expected cpu or cuda, got " + to_string(query.device) + "; copy the tensors to one of them";
+    });
+  }
+  const BuildInfo& build = build_info();
+  if (build.cuda_version.empty()) {
+    return refused([&] {
+      return std::string(
+          "this build has no CUDA kernels; install a wheel built with nvcc (the build log says 'CUDA kernels ON'), or "
+          "pass CPU tensors");
+    });
+  }
+  const CudaDeviceInfo& info = cuda_device_info(query.device.index);
+  if (!info.built_for) {
+    return refused([&] {
+      return "this build has kernels for " + build.cuda_architectures + ", and " + to_string(query.device) + " (" +
+             info.name + ") is " + architecture(info.major, info.minor) +
+             "; rebuild with -C cmake.define.RAGGED_ATTENTION_CUDA_ARCHITECTURES=" + std::to_string(info.major) +
+             std::to_string(info.minor) + "-real, or pass CPU tensors";
+    });
+  }
+  if (reason != nullptr) *reason = "portable CUDA kernel on " + architecture(info.major, info.minor);
+  return Path::kCudaPortable;
+}
 
 }  // namespace
 
@@ -28,40 +74,16 @@ const char* path_name(Path path) {
 }
 
 Support supports(const SupportQuery& query) {
-  if (query.dtype != kFloat32 && query.dtype != kFloat16 && query.dtype != kBFloat16) {
-    return refused("dtype: expected float32, float16 or bfloat16, got " + to_string(query.dtype));
-  }
-  if (query.head_dim < 8 || query.head_dim > kMaxHeadDim || query.head_dim % 8 != 0) {
-    return refused("head_dim: expected a multiple of 8 from 8 to 256, got " + std::to_string(query.head_dim) +
-                   "; pad q, k and v with zeros to the next multiple of 8 and pass scale explicitly");
-  }
-  if (query.group < 1) return refused("group: expected at least 1, got " + std::to_string(query.group));
-  if (query.device.type == DeviceType::kCpu) return {true, Path::kCpu, "CPU backend"};
-  if (query.device.type != DeviceType::kCuda) {
-    return refused("device: expected cpu or cuda, got " + to_string(query.device) +
-                   "; copy the tensors to one of them");
-  }
-  const BuildInfo& build = build_info();
-  if (build.cuda_version.empty()) {
-    return refused(
-        "this build has no CUDA kernels; install a wheel built with nvcc (the build log says 'CUDA kernels ON'), or "
-        "pass "
-        "CPU tensors");
-  }
-  const CudaDeviceInfo& info = cuda_device_info(query.device.index);
-  if (!cuda_architecture_built(info.major, info.minor)) {
-    return refused("this build has kernels for " + build.cuda_architectures + ", and " + to_string(query.device) +
-                   " (" + info.name + ") is " + architecture(info.major, info.minor) +
-                   "; rebuild with -C cmake.define.RAGGED_ATTENTION_CUDA_ARCHITECTURES=" + std::to_string(info.major) +
-                   std::to_string(info.minor) + "-real, or pass CPU tensors");
-  }
-  return {true, Path::kCudaPortable, "portable CUDA kernel on " + architecture(info.major, info.minor)};
+  Support support;
+  support.path = decide(query, &support.reason);
+  support.ok = support.path != Path::kNone;
+  return support;
 }
 
 Path require_support(const SupportQuery& query) {
-  const Support support = supports(query);
-  if (!support.ok) throw NotImplementedError(support.reason);
-  return support.path;
+  const Path path = decide(query, nullptr);
+  if (path == Path::kNone) throw NotImplementedError(supports(query).reason);
+  return path;
 }
 
 }  // namespace ragged_attention

@@ -40,6 +40,25 @@ int attribute(cudaDeviceAttr which, int device) {
   return value;
 }
 
+// Whether this build's machine code runs on a device of this compute capability.
+bool architecture_built(int major, int minor) {
+  // A list like "80-real;90a-real". Machine code runs on the same major version from its own minor version on; an
+  // architecture-specific target ("90a") runs on exactly its own.
+  const std::string& list = build_info().cuda_architectures;
+  std::size_t begin = 0;
+  while (begin < list.size()) {
+    std::size_t end = list.find(';', begin);
+    if (end == std::string::npos) end = list.size();
+    const std::string entry = list.substr(begin, end - begin);
+    const std::size_t digits = entry.find_first_not_of("0123456789");
+    const int number = std::stoi(entry.substr(0, digits));
+    const bool specific = digits != std::string::npos && entry[digits] == 'a';
+    if (number / 10 == major && (specific ? number % 10 == minor : number % 10 <= minor)) return true;
+    begin = end + 1;
+  }
+  return false;
+}
+
 CudaDeviceInfo read_device_info(int device) {
   cudaDeviceProp properties;
   check_cuda(cudaGetDeviceProperties(&properties, device), "reading the device's properties");
@@ -51,6 +70,7 @@ CudaDeviceInfo read_device_info(int device) {
   info.shared_memory_per_block = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
   info.l2_bytes = properties.l2CacheSize;
   info.memory_bytes = static_cast<std::int64_t>(properties.totalGlobalMem);
+  info.built_for = architecture_built(info.major, info.minor);
   return info;
 }
 
@@ -88,24 +108,6 @@ std::vector<CudaDeviceInfo> cuda_devices(std::string* problem) {
     return {};
   }
   return devices;
-}
-
-bool cuda_architecture_built(int major, int minor) {
-  // A list like "80-real;90a-real". Machine code runs on the same major version from its own minor version on; an
-  // architecture-specific target ("90a") runs on exactly its own.
-  const std::string& list = build_info().cuda_architectures;
-  std::size_t begin = 0;
-  while (begin < list.size()) {
-    std::size_t end = list.find(';', begin);
-    if (end == std::string::npos) end = list.size();
-    const std::string entry = list.substr(begin, end - begin);
-    const std::size_t digits = entry.find_first_not_of("0123456789");
-    const int number = std::stoi(entry.substr(0, digits));
-    const bool specific = digits != std::string::npos && entry[digits] == 'a';
-    if (number / 10 == major && (specific ? number % 10 == minor : number % 10 <= minor)) return true;
-    begin = end + 1;
-  }
-  return false;
 }
 
 bool cuda_stream_is_capturing(int device, void* stream) {
