@@ -50,8 +50,21 @@ add_library(ragged_attention_cuda STATIC
 target_include_directories(ragged_attention_cuda PUBLIC include src)
 target_link_libraries(ragged_attention_cuda PUBLIC CUDA::cudart_static PRIVATE ragged_attention_cutlass
                       ragged_attention_warnings)
+# Nothing here uses what sm_80 does not have, so nvcc's front end and optimiser, which take nearly all the time, run once
+# for compute_80, and only the assembler runs for each GPU.
+set(portable_targets "")
+foreach(architecture IN LISTS RAGGED_ATTENTION_CUDA_ARCHITECTURES)
+  if(NOT architecture MATCHES "^([0-9]+)[af]?-real$")
+    message(FATAL_ERROR "RAGGED_ATTENTION_CUDA_ARCHITECTURES: expected a list like 80-real;90a-real (machine code for each, "
+                        "from 80 on), got '${architecture}' in '${RAGGED_ATTENTION_CUDA_ARCHITECTURES}'")
+  endif()
+  list(APPEND portable_targets sm_${CMAKE_MATCH_1})
+endforeach()
+list(JOIN portable_targets "," portable_targets)
+target_compile_options(ragged_attention_cuda PRIVATE
+  $<$<COMPILE_LANGUAGE:CUDA>:--generate-code=arch=compute_80,code=[${portable_targets}]>)
 set_target_properties(ragged_attention_cuda PROPERTIES
-  CUDA_ARCHITECTURES "${RAGGED_ATTENTION_CUDA_ARCHITECTURES}"
+  CUDA_ARCHITECTURES OFF
   # With relocatable device code, ptxas ignores setmaxnreg and serialises wgmma.
   CUDA_SEPARABLE_COMPILATION OFF
   CUDA_RUNTIME_LIBRARY Static)
