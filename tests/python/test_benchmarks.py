@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import json
+import math
+import subprocess
 import sys
-from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-if not (BENCHMARKS / "run.py").exists():
-    pytest.skip("the benchmarks are not in this tree", allow_module_level=True)
-sys.path.insert(0, str(BENCHMARKS))
-
-import cases  # noqa: E402
-import inputs  # noqa: E402
-import peers  # noqa: E402
-import run  # noqa: E402
-import selection  # noqa: E402
-import timing  # noqa: E402
+from ragged_attention._bench import cases, inputs, measure, peers, run, selection, timing  # noqa: E402
+from ragged_attention._bench.peers import (  # noqa: E402
+    contestant,
+    cudnn_ragged,
+    files,
+    flash_attention_3,
+    sdpa_loop,
+    sglang_qsa,
+    vllm_qsa,
+)
 
 
 @pytest.mark.parametrize("sequences", [[(0, 9)], [(4093, 7), (0, 1), (0, 0), (2040, 20)], [(2, 1)]])
@@ -84,61 +85,154 @@ def test_the_same_seed_gives_the_same_lists():
     assert not torch.equal(first, other)
 
 
-def test_cases_are_told_apart_by_name_and_fit_the_operations():
-    assert set(cases.CASES) == {case.name for case in cases.CASES.values()}
-    for case in cases.CASES.values():
+def test_listing_cases_imports_no_framework():
+    code = (
+        "import sys; from ragged_attention._bench import run; assert run.list_cases();"
+        "print(sorted({'torch', 'jax', 'cupy', 'triton'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+def test_cases_fit_the_operations():
+    for name, case in cases.CASES.items():
+        assert name == case.name
         assert case.num_q_heads % case.num_kv_heads == 0
         assert case.head_dim % 8 == 0
         assert case.op in peers.PEERS
+    assert len(cases.CASES) == len({json.dumps(case.facts()["name"]) for case in cases.CASES.values()})
+    assert {"cuda", "cpu"} == {case["device"] for case in run.list_cases()}
+    quick = run.list_cases("cuda", quick=True)
+    assert 10 < len(quick) < 30
+    assert {case["op"] for case in quick} == {"ragged", "qsa"}
+
+
+def test_the_lengths_are_those_of_the_generator():
+    generator = torch.Generator().manual_seed(1)
+    assert torch.randint(64, 8192, (16,), generator=generator).tolist() == list(cases.MIXED16)
+    assert torch.randint(16, 512, (256,), generator=generator).tolist() == list(cases.SHORT256)
+
+
+def _share(correlation, listed):
+    """Of two unit normals of this correlation: how often the second is among the top `listed`, where the first is."""
+    low, high = -9.0, 9.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if 0.5 * math.erfc(middle / 2**0.5) > listed else (low, middle)
+    x = torch.linspace(low, low + 9, 4001, dtype=torch.float64)
+    above = torch.special.erfc((low - correlation * x) / (1 - correlation**2) ** 0.5 / 2**0.5) / 2
+    return float(torch.trapezoid(torch.exp(-x * x / 2) / (2 * math.pi) ** 0.5 * above, x)) / listed
+
+
+def test_the_correlations_give_the_shares_of_the_names():
+    checked = 0
+    for case in cases.CASES.values():
+        if case.op == "qsa" and "-share" in case.name and "share1.0" not in case.name:
+            ((cached, rows),) = case.sequences
+            share = float(case.name.partition("-share")[2].partition("-")[0])
+            listed = selection.BLOCKS / ((cached + rows // 2) / selection.BLOCK)
+            assert _share(case.correlation, listed) == pytest.approx(share, abs=0.006), case.name
+            checked += 1
+    assert checked > 10
 
 
 SMALL = {
-    "ragged": cases.RaggedCase("ragged", (40, 3, 0, 17), 4, 2, 32, mask="sliding_window_causal", window=5),
+    "ragged": cases.RaggedCase(
+        "ragged", (40, 3, 0, 17), 4, 2, 32, mask="sliding_window_causal", window=5, dtype="float32"
+    ),
+    "chunks": cases.RaggedCase("chunks", (40, 3, 0, 17), 4, 2, 32, mask="chunked_causal", window=16, dtype="float16"),
+    "ahead": cases.RaggedCase(
+        "ahead", (40, 3, 0, 17), 2, 2, 32, mask="sliding_window_noncausal", window=5, dtype="float32"
+    ),
     "prefill": cases.QsaCase("prefill", ((30, 40),), 0.9, 12, 1, 64, page_size=16),
     "decode": cases.QsaCase("decode", ((2500, 1), (100, 1)), 0.9, 12, 1, 64, page_size=16, short=True),
 }
 
 
+@pytest.fixture
+def a_run(monkeypatch):
+    monkeypatch.setattr(measure, "SLOW_MS", math.inf)  # a machine that is busy with other things is no reason
+    on_cpu = measure.Run("cpu", 2, 3, None, lambda kind, **facts: None)
+    on_cpu.result["ceilings"] = {"matmul_tflops": 0.1, "copy_tbps": 0.01, "gather_tbps": None}
+    return on_cpu
+
+
 @pytest.mark.parametrize("name", SMALL)
-def test_a_small_case_from_inputs_to_results(name, monkeypatch):
-    case = SMALL[name]
-    monkeypatch.delenv(peers.VLLM_QSA_VARIABLE, raising=False)
-    ceiling = {"matmul_tflops": 0.1, "copy_tbps": 0.01, "gather_tbps": None}
-    result = run.run_case(case, timing.Timer("cpu"), ceiling, rounds=2, samples=3)
+def test_a_small_case_from_inputs_to_results(name, a_run, monkeypatch):
+    for variable in (vllm_qsa.VARIABLE, sglang_qsa.VARIABLE):
+        monkeypatch.delenv(variable, raising=False)
+    result = a_run.case(SMALL[name])
     assert "error" not in result["ours"]
     assert result["ours"]["path"] == "cpu"
     assert len(result["ours"]["samples_ms"]) == 6
     assert 0 < result["max_abs_error"] < 2e-2
     assert result["floor_ms"] > 0
     assert (result["share"] is not None) == (name == "prefill")
-    for peer in result["peers"].values():
-        assert "ms" not in peer
-        assert peer["error"].startswith("skipped: ")
+    assert set(result["peers"]) == set(peers.PEERS[result["op"]])
+    for peer_name, peer in result["peers"].items():
+        if peer_name == "sdpa":
+            assert peer["ms"] > 0
+        else:
+            assert "ms" not in peer
+            assert peer["error"].startswith("skipped: ")
 
 
-def test_a_wrong_contestant_is_not_timed(monkeypatch):
-    monkeypatch.setitem(peers.PEERS, "ragged", {"fa2": lambda inputs: lambda: torch.zeros_like(inputs.q)})
-    ceiling = {"matmul_tflops": 0.1, "copy_tbps": 0.01, "gather_tbps": None}
-    result = run.run_case(SMALL["ragged"], timing.Timer("cpu"), ceiling, rounds=1, samples=1)
+def test_a_wrong_contestant_is_not_timed(a_run, monkeypatch):
+    def wrong(inputs):
+        return contestant.Contestant(lambda: torch.zeros_like(inputs.q), note="zeros")
+
+    monkeypatch.setitem(peers.PEERS, "ragged", {"fa2": wrong})
+    result = a_run.case(SMALL["ragged"])
     assert "ms" in result["ours"]
     assert "ms" not in result["peers"]["fa2"]
     assert result["peers"]["fa2"]["error"].startswith("wrong: ")
 
 
+def test_a_peer_that_takes_absurdly_long_is_left_out(a_run, monkeypatch):
+    monkeypatch.setattr(measure, "SLOW_MS", 0.0)
+    monkeypatch.setattr(measure, "SLOW_TIMES", 0.0)
+    peer = a_run.case(SMALL["ragged"])["peers"]["sdpa"]
+    assert peer["error"].startswith("skipped: one call takes ")
+
+
 def test_calls_take_turns():
     order = []
-    calls = {name: (lambda name=name: order.append(name)) for name in "ab"}
+    calls = {name: (lambda name=name: order.append(name), None) for name in "ab"}
     times = timing.interleaved(timing.Timer("cpu"), calls, rounds=2, samples=2)
     assert "".join(order) == "aabbaabb"
     assert {name: len(samples) for name, samples in times.items()} == {"a": 4, "b": 4}
 
 
-def test_a_run_writes_the_schema(tmp_path, monkeypatch):
+def test_slow_calls_get_fewer_samples():
+    timer = timing.Timer("cpu")
+    timer.samples_ms = lambda call, count, wait=None: [call()] * count
+    calls = {"fast": (lambda: 0.0, None), "slow": (lambda: timing.time.sleep(0.02) or 20.0, None)}
+    times = timing.interleaved(timer, calls, rounds=2, samples=50, seconds=0.2)
+    assert len(times["fast"]) == 100
+    assert 4 <= len(times["slow"]) < 20
+
+
+def test_spans_between_flushes():
+    kernels = [
+        ("before", 0, 5),
+        ("void bitwise_not_kernel", 10, 50),
+        ("prepare", 100, 10),
+        ("attention", 115, 1000),
+        ("void bitwise_not_kernel", 2000, 50),
+        ("attention", 2100, 2000),
+        ("prepare", 2090, 5),
+    ]
+    assert timing.spans_ms(kernels) == [pytest.approx(1015e-6), pytest.approx(2010e-6)]
+
+
+def test_a_run_has_the_schema_and_says_what_it_does(monkeypatch):
     monkeypatch.setitem(cases.CASES, "small", SMALL["ragged"])
-    path = tmp_path / "result.json"
-    assert run.main(["--device", "cpu", "--cases", "small", "--rounds", "1", "--samples", "1", "--out", str(path)]) == 0
-    result = json.loads(path.read_text())
-    assert set(result) == {"device", "driver", "versions", "commit", "dirty", "date", "ceilings", "cases"}
+    events = []
+    result = run.run(
+        ["small"], device="cpu", rounds=1, samples=2, seconds=5, on_event=lambda kind, **facts: events.append(kind)
+    )
+    json.dumps(result)
+    header = "device driver versions commit dirty date ceilings host_us cases"
+    assert set(result) == set(header.split())
     assert set(result["ceilings"]) == {"matmul_tflops", "copy_tbps", "gather_tbps"}
     expected = (
         "op case dtype head_dim num_q_heads num_kv_heads mask window share page_size ours peers floor_ms flops bytes"
@@ -146,13 +240,104 @@ def test_a_run_writes_the_schema(tmp_path, monkeypatch):
     assert set(result["cases"][0]) == {*expected.split(), "max_abs_error"}
     assert isinstance(result["dirty"], bool)
     assert not result["commit"].endswith("-dirty")
+    assert result["host_us"]["ragged"]["torch"] > 0
+    assert events[:2] == ["ceilings_measured", "case_started"]
+    assert events[-1] == "case_done"
+    assert events.count("contestant_checked") == 1 + len(peers.PEERS["ragged"])
 
 
-def test_vllm_is_skipped_by_name(tmp_path, monkeypatch):
-    small = inputs.make(SMALL["prefill"], "cpu")
-    monkeypatch.delenv(peers.VLLM_QSA_VARIABLE, raising=False)
-    with pytest.raises(peers.Unavailable, match=peers.VLLM_QSA_VARIABLE):
-        peers.vllm(small)
-    monkeypatch.setenv(peers.VLLM_QSA_VARIABLE, str(tmp_path / "qsa.py"))
+def test_an_unknown_case_is_refused():
+    with pytest.raises(KeyError, match="no such case: nonsense"):
+        run.run(["nonsense"], device="cpu")
+
+
+@pytest.mark.parametrize(("peer", "variable"), [(vllm_qsa, vllm_qsa.VARIABLE), (sglang_qsa, sglang_qsa.VARIABLE)])
+def test_a_peer_that_is_one_file_is_skipped_by_name(peer, variable, tmp_path, monkeypatch):
+    monkeypatch.setattr(peer, "module", lambda *names: SimpleNamespace())  # Triton
+    monkeypatch.delenv(variable, raising=False)
+    with pytest.raises(peers.Unavailable, match=variable):
+        peer.load()
+    monkeypatch.setenv(variable, str(tmp_path / "missing.py"))
     with pytest.raises(peers.Unavailable, match="no such file"):
-        peers.vllm(small)
+        peer.load()
+
+
+def test_what_a_file_imports_is_stood_in_for_while_it_is_loaded(tmp_path, monkeypatch):
+    (tmp_path / "peer.py").write_text("from engine.parts.ops import answer\n")
+    monkeypatch.setenv("RAGGED_ATTENTION_TEST_PEER", str(tmp_path / "peer.py"))
+    module = files.load("RAGGED_ATTENTION_TEST_PEER", "a peer", {"engine.parts.ops": {"answer": 42}})
+    assert module.answer == 42
+    assert not [name for name in sys.modules if name.startswith("engine")]
+    del sys.modules[module.__name__]
+
+
+@pytest.mark.parametrize("name", ["ragged", "chunks", "ahead"])
+def test_masks_in_the_words_of_the_peers(name):
+    """The loop on the CPU reads the same description of the mask as every other peer."""
+    made = inputs.make(SMALL[name], "cpu")
+    out = sdpa_loop.prepare(made).call()
+    assert made.sample().compare(out, None, made.case.dtype, inputs.to_numpy).ok
+
+
+def test_cudnn_gets_packed_sequences(monkeypatch):
+    """A stand-in for the frontend that records the graph; the arguments are checked, not the arithmetic."""
+    graph = _Graph()
+    cudnn = SimpleNamespace(
+        data_type=SimpleNamespace(BFLOAT16="bf16", HALF="fp16", FLOAT="fp32", INT32="int32", INT64="int64"),
+        heur_mode=SimpleNamespace(A="A", FALLBACK="fallback"),
+        pygraph=lambda **options: graph,
+    )
+    monkeypatch.setattr(cudnn_ragged, "_handle", lambda cudnn: "handle")
+    made = inputs.make(SMALL["ragged"], "cpu")
+    cudnn_ragged.contest(made, cudnn)
+    assert graph.attention["diagonal_band_left_bound"] == 5
+    assert graph.attention["diagonal_band_right_bound"] == 0
+    assert graph.tensors["q"] == {"dim": [4, 4, 40, 32], "stride": [40 * 128, 32, 128, 1]}
+    assert graph.tensors["k"] == {"dim": [4, 2, 40, 32], "stride": [40 * 64, 32, 64, 1]}
+    assert graph.tensors["offsets_q"]["dim"] == [5, 1, 1, 1]
+
+
+class _Graph:
+    def __init__(self):
+        self.tensors = {}
+        self.attention = {}
+
+    def tensor(self, name, dim, stride, data_type=None):
+        self.tensors[name] = {"dim": dim, "stride": stride}
+        return _Tensor()
+
+    def sdpa(self, **arguments):
+        self.attention = arguments
+        return _Tensor(), None
+
+    def build(self, heuristics):
+        pass
+
+    def get_workspace_size(self):
+        return 0
+
+
+class _Tensor:
+    def __getattr__(self, name):
+        return lambda value: self
+
+
+def test_flash_attention_3_is_padded_and_cropped():
+    """With a stand-in for its function that gives back the padded queries."""
+    jax = pytest.importorskip("jax")
+    given = {}
+
+    def function(q, k, v, offsets_q, offsets_k, **options):
+        given.update(options)
+        return q
+
+    made = inputs.make(SMALL["ragged"], "cpu")
+    fa3 = flash_attention_3.contest(made, jax, function)
+    result = fa3.call()
+    fa3.wait(result)
+    assert result.shape == (60, 4, 128)
+    assert torch.equal(fa3.as_torch(result), made.q)
+    assert given["window_size"] == (4, 0)
+    assert given["max_seqlen_q"] == 40
+    assert given["softmax_scale"] == 32**-0.5
+    assert "padded" in fa3.note

@@ -11,9 +11,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from . import demo, info
+from . import bench, demo, info
 
-COMMANDS: dict[str, ModuleType] = {"info": info, "demo": demo}
+COMMANDS: dict[str, ModuleType] = {"info": info, "demo": demo, "bench": bench}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

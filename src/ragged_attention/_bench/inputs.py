@@ -8,20 +8,22 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import selection
 import torch
-from cases import Case, QsaCase, RaggedCase
+from numpy.typing import NDArray
 
 import ragged_attention
-from ragged_attention._cli.agreement import Sample, qsa_sample, ragged_sample, sample_rows
-from ragged_attention._cli.work import Work, qsa_work, ragged_work
+
+from .._cli.agreement import Sample, qsa_sample, ragged_sample, sample_rows
+from .._cli.work import Work, qsa_work, ragged_work
+from . import selection
+from .cases import Case, QsaCase, RaggedCase
 
 Call = Callable[[], Any]
 
 
-def to_numpy(tensor: torch.Tensor) -> np.ndarray:
+def to_numpy(tensor: torch.Tensor) -> NDArray[Any]:
     """float32 holds every value of the 16-bit dtypes; integers stay what they are."""
-    return (tensor.float() if tensor.is_floating_point() else tensor).cpu().numpy()
+    return np.asarray((tensor.float() if tensor.is_floating_point() else tensor).cpu().numpy())
 
 
 @dataclass
@@ -92,6 +94,12 @@ class QsaInputs:
             lse=lse,
         )
 
+    def sequence_of_row(self) -> torch.Tensor:
+        """int32 [rows]."""
+        new_rows = torch.tensor([new for _, new in self.case.sequences])
+        sequences = torch.repeat_interleave(torch.arange(len(new_rows)), new_rows)
+        return sequences.to(device=self.q.device, dtype=torch.int32)
+
     def sample(self) -> Sample:
         sequences = self.case.sequences
         chosen = sample_rows([new for _, new in sequences], np.random.default_rng(5))
@@ -120,9 +128,15 @@ class QsaInputs:
             self.q.element_size(),
         )
 
+    def _pairs(self) -> list[int]:
+        """Up to 20 rows in the middle that have a next row in their sequence."""
+        lasts = {end - 1 for end in itertools.accumulate(new for _, new in self.case.sequences)}
+        rows = [row for row in range(len(self.q)) if row not in lasts]
+        middle = len(rows) // 2
+        return rows[max(0, middle - 10) : middle + 10]
+
     def facts(self) -> dict[str, Any]:
-        several_rows = any(new > 1 for _, new in self.case.sequences)
-        share = selection.neighbour_share(self.indices, self.counts) if several_rows else None
+        share = selection.neighbour_share(self.indices, self.counts, self._pairs()) if self.case.max_new > 1 else None
         return {"mask": None, "window": None, "share": share, "page_size": self.case.page_size}
 
 

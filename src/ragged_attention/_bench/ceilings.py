@@ -6,7 +6,8 @@ import statistics
 import sys
 
 import torch
-from timing import Call, Timer
+
+from .timing import Call, Timer
 
 ROW = 128  # int32: 512 bytes, a head of 256 16-bit elements
 
@@ -44,7 +45,7 @@ def _gather_tbps(timer: Timer, rows: int, lists: int) -> float | None:
     if timer.device.type != "cuda":
         return None
     try:
-        from gather import gather
+        from .gather import gather
     except ImportError:
         return None
     count = 2048

@@ -1,0 +1,206 @@
+"""A result document: reading and writing it, and its tables."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from .._cli.tables import Table
+
+Document = dict[str, Any]
+Case = dict[str, Any]
+
+OPERATIONS = {"ragged": "ragged_flash_attention", "qsa": "qsa_sparse_attention"}
+
+# What the names of the peers stand for, in the order in which they are shown.
+TITLES = {
+    "fa3": "FlashAttention-3",
+    "cudnn": "cuDNN, ragged",
+    "cudnn_dense": "cuDNN, dense",
+    "fa2": "FlashAttention-2",
+    "sdpa": "torch SDPA loop",
+    "vllm": "vLLM",
+    "sglang": "SGLang",
+    "triton": "plain Triton",
+}
+
+NUMBERS = ("ms", "rate", "of floor")  # columns beside those of the peers
+
+
+class NotAResult(ValueError):
+    """A file that is no result of the benchmark, in words."""
+
+
+def load(path: Path) -> Document:
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise NotAResult(f"{path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise NotAResult(f"{path} is not JSON: {error}") from error
+    wanted = {"device", "versions", "ceilings", "cases"}
+    if not isinstance(document, dict) or not wanted <= document.keys():
+        raise NotAResult(f"{path} is not a result of this benchmark: it lacks one of {', '.join(sorted(wanted))}")
+    return document
+
+
+def dumps(document: Document) -> str:
+    """Indented JSON with every list of numbers on one line."""
+    text = json.dumps(document, indent=1)
+    return re.sub(r"\[[^\[\]{}\"]*\]", lambda numbers: " ".join(numbers[0].split()), text) + "\n"
+
+
+def by_operation(document: Document) -> dict[str, list[Case]]:
+    cases: dict[str, list[Case]] = {}
+    for case in document["cases"]:
+        cases.setdefault(case["op"], []).append(case)
+    return cases
+
+
+def peers_that_ran(cases: Iterable[Case]) -> list[str]:
+    """Those with a time in at least one case, in the order in which they first appear."""
+    return list(dict.fromkeys(name for case in cases for name, peer in case["peers"].items() if "ms" in peer))
+
+
+def absent_peers(cases: list[Case]) -> list[str]:
+    """A sentence for each peer and reason it was not timed for, however many cases that was in."""
+    skipped: dict[tuple[str, str], list[str]] = {}
+    for case in cases:
+        for name, peer in case["peers"].items():
+            if "ms" not in peer:
+                skipped.setdefault((name, str(peer.get("error", "not run"))), []).append(case["case"])
+    sentences = []
+    for (name, error), where in skipped.items():
+        taking_part = sum(name in case["peers"] for case in cases)
+        places = "everywhere" if len(where) == taking_part else where[0] if len(where) == 1 else f"{len(where)} cases"
+        sentences.append(f"{name}, {places}: {error.rstrip('.')}.")
+    return sentences
+
+
+def notes_of_peers(cases: list[Case]) -> list[str]:
+    notes: dict[tuple[str, str], None] = {}
+    for case in cases:
+        for name, peer in case["peers"].items():
+            if "ms" in peer and peer.get("note"):
+                notes[name, str(peer["note"])] = None
+    return [f"{name}: {note.rstrip('.')}." for name, note in notes]
+
+
+def is_bound_by_arithmetic(case: Case, ceilings: dict[str, Any]) -> bool:
+    """Which of the two gives the case's floor."""
+    return bool(case["flops"] / (ceilings["matmul_tflops"] or 1) >= case["bytes"] / (ceilings["copy_tbps"] or 1))
+
+
+def describe_rate(case: Case, ceilings: dict[str, Any]) -> str:
+    """Of what the floor is made of: operations or bytes."""
+    ms = case["ours"]["ms"]
+    if is_bound_by_arithmetic(case, ceilings):
+        return f"{significant(case['flops'] / ms / 1e9, 3)} TFLOP/s"
+    return f"{significant(case['bytes'] / ms / 1e9, 3)} TB/s"
+
+
+def significant(value: float, digits: int) -> str:
+    """A plain decimal, never 1e-05."""
+    if value == 0 or not math.isfinite(value):
+        return str(value)
+    exponent = math.floor(math.log10(abs(float(f"{value:.{digits - 1}e}"))))
+    return f"{value:.{max(0, digits - 1 - exponent)}f}"
+
+
+def percent(value: float) -> str:
+    return f"{value:.1%}" if value < 0.0995 else f"{value:.0%}"
+
+
+def title(document: Document) -> str:
+    version = document["versions"].get("ragged_attention", "")
+    commit = str(document.get("commit") or "unknown commit")[:12]
+    changed = " with changes" if document.get("dirty") else ""
+    return f"ragged-attention {version} ({commit}{changed}) on {document['device']}"
+
+
+def describe_ceilings(document: Document) -> str:
+    names = {
+        "matmul_tflops": ("matrix product", "TFLOP/s"),
+        "copy_tbps": ("copy", "TB/s"),
+        "gather_tbps": ("gather", "TB/s"),
+    }
+    parts = []
+    for name, rate in document["ceilings"].items():
+        what, unit = names.get(name, (name, ""))
+        parts.append(f"{what} " + ("not measured" if rate is None else f"{significant(rate, 3)} {unit}".rstrip()))
+    return ", ".join(parts)
+
+
+def operation_table(op: str, cases: list[Case], ceilings: dict[str, Any]) -> Table:
+    """Ours, and of each peer that ran how many times as long it takes."""
+    peers = peers_that_ran(cases)
+    rows = [_row(case, peers, ceilings) for case in cases]
+    if sum("ms" in case["ours"] for case in cases) > 1:
+        rows.append(
+            ("geometric mean", "", "", "", _mean_of_floor(cases), *(_mean_ratio(cases, peer) for peer in peers))
+        )
+    numbers = (*NUMBERS, *peers)
+    return Table(OPERATIONS.get(op, op), ("case", "path", *numbers), rows, right=frozenset(numbers))
+
+
+def result_tables(document: Document) -> list[Table]:
+    """For a terminal, one per operation."""
+    tables = []
+    for op, cases in by_operation(document).items():
+        table = operation_table(op, cases, document["ceilings"])
+        if peers_that_ran(cases):
+            notes = ["Under a peer's name: its time over ours, so above 1 ours is faster."]
+        else:
+            notes = ["No peer ran."]
+        notes += [f"{case['case']} failed: {case['ours'].get('error')}." for case in cases if "ms" not in case["ours"]]
+        table.note = "\n".join([*notes, *notes_of_peers(cases), *(f"Not timed: {s}" for s in absent_peers(cases))])
+        tables.append(table)
+    if tables:
+        tables[0].title = f"{title(document)}\nCeilings of this run: {describe_ceilings(document)}\n\n{tables[0].title}"
+    return tables
+
+
+def ratio(case: Case, peer: str) -> float | None:
+    """The peer's time over ours."""
+    ours, theirs = case["ours"].get("ms"), case["peers"].get(peer, {}).get("ms")
+    return theirs / ours if ours and theirs else None
+
+
+def _row(case: Case, peers: list[str], ceilings: dict[str, Any]) -> tuple[str, ...]:
+    path = case["ours"].get("path", "")
+    if "ms" not in case["ours"]:
+        return (case["case"], path, "failed", "", "", *("" for _ in peers))
+    ms = case["ours"]["ms"]
+    return (
+        case["case"],
+        path,
+        significant(ms, 4),
+        describe_rate(case, ceilings),
+        percent(case["floor_ms"] / ms),
+        *(_versus(case, peer) for peer in peers),
+    )
+
+
+def _versus(case: Case, peer: str) -> str:
+    value = ratio(case, peer)
+    if value is not None:
+        return f"{value:.2f}"
+    error = str(case["peers"].get(peer, {}).get("error", ""))
+    return "wrong" if error.startswith("wrong") else "-"
+
+
+def _mean_of_floor(cases: list[Case]) -> str:
+    return percent(_geometric_mean([case["floor_ms"] / case["ours"]["ms"] for case in cases if "ms" in case["ours"]]))
+
+
+def _mean_ratio(cases: list[Case], peer: str) -> str:
+    ratios = [value for case in cases if (value := ratio(case, peer)) is not None]
+    return f"{_geometric_mean(ratios):.2f}" if ratios else "-"
+
+
+def _geometric_mean(values: list[float]) -> float:
+    return math.exp(sum(map(math.log, values)) / len(values))

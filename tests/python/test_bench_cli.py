@@ -1,0 +1,312 @@
+"""What `python -m ragged_attention bench` makes of results: tables, plots, comparisons, and the page in docs/."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ragged_attention import _cli
+from ragged_attention._bench import compare, plots, report
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE_SCRIPT = ROOT / "scripts/performance_page"
+
+needs_matplotlib = pytest.mark.skipif(not plots.has_matplotlib(), reason="matplotlib is not installed")
+
+CEILINGS = {"matmul_tflops": 700.0, "copy_tbps": 4.0, "gather_tbps": 9.0}
+
+
+def contestant(ms, seed, spread=0.005, count=30):
+    rng = random.Random(seed)
+    samples = [ms * (1 + rng.gauss(0, spread)) for _ in range(count)]
+    return {"ms": sorted(samples)[count // 2], "samples_ms": samples}
+
+
+def entry(name, op, floor_ms, over_floor, peers, share=None, head_dim=128, mask=None):
+    ours = {"path": "cuda_sm90", **contestant(floor_ms * over_floor, name)}
+    return {
+        "op": op,
+        "case": name,
+        "dtype": "bfloat16",
+        "head_dim": head_dim,
+        "num_q_heads": 32,
+        "num_kv_heads": 8,
+        "mask": mask,
+        "window": None,
+        "share": share,
+        "page_size": 128 if op == "qsa" else None,
+        "ours": ours,
+        "peers": {
+            peer: {"error": times} if isinstance(times, str) else contestant(floor_ms * over_floor * times, peer + name)
+            for peer, times in peers.items()
+        },
+        "floor_ms": floor_ms,
+        "flops": round(floor_ms * 700e9) if op == "ragged" else 1000,
+        "bytes": 1000 if op == "ragged" else round(floor_ms * 4e9),
+        "max_abs_error": 1e-4,
+    }
+
+
+@pytest.fixture
+def document():
+    cases = [
+        entry(
+            f"ragged-{layout}-d{head_dim}-{label}",
+            "ragged",
+            floor,
+            1.25,
+            {"fa3": 1.1, "cudnn": 0.9, "fa2": "skipped: no such module"},
+            head_dim=head_dim,
+            mask=mask,
+        )
+        for head_dim in (64, 128)
+        for layout, floor in (("1x16384", 4.0), ("4x4096", 1.0), ("32x512", 0.2))
+        for label, mask in (("full", "null"), ("causal", "causal"))
+    ]
+    cases.append(
+        entry("vision-1024x64-d80-full", "ragged", 0.157, 2.0, {"fa3": "wrong: nan"}, head_dim=80, mask="null")
+    )
+    cases += [
+        entry(f"qsa-prefill-8192-at-32768-share{share}", "qsa", 0.8, 2.0, {"vllm": 3.0}, share=share)
+        for share in (0.1, 0.5, 0.9)
+    ]
+    cases += [entry(f"qsa-decode-{rows}-at-32768", "qsa", 1e-3 * rows, 1.5, {"vllm": 2.0}) for rows in (1, 8, 64)]
+    return {
+        "device": "A GPU",
+        "driver": "580.1",
+        "versions": {"ragged_attention": "0.1.0", "torch": "2.11.0"},
+        "commit": "0123456789abcdef",
+        "dirty": False,
+        "date": "2026-01-02T03:04:05+00:00",
+        "ceilings": dict(CEILINGS),
+        "cases": cases,
+    }
+
+
+@pytest.fixture
+def file(tmp_path):
+    def write(document, name="result.json"):
+        path = tmp_path / name
+        path.write_text(report.dumps(document), encoding="utf-8")
+        return path
+
+    return write
+
+
+def slowed(document, factor, names=None, ceilings=1.0):
+    """A later run, with other noise: `factor` times as long where asked for, on a device `ceilings` as fast."""
+    later = copy.deepcopy(document)
+    later["ceilings"] = {name: rate * ceilings for name, rate in CEILINGS.items()}
+    for case in later["cases"]:
+        old = document_case(document, case["case"])["ours"]["ms"]
+        times = factor if names is None or case["case"] in names else 1.0
+        case["ours"].update(contestant(old * times, "later" + case["case"]))
+        case["floor_ms"] /= ceilings
+    return later
+
+
+def document_case(document, name):
+    return next(case for case in document["cases"] if case["case"] == name)
+
+
+def verdicts(comparison):
+    return {change.case: change.verdict for change in comparison.changes}
+
+
+def bench(*arguments):
+    return _cli.main(["bench", *map(str, arguments)])
+
+
+def test_written_results_are_read_back_and_samples_are_on_one_line(document, file):
+    path = file(document)
+    assert report.load(path) == document
+    assert len(path.read_text().splitlines()) < 60 * len(document["cases"])
+
+
+@pytest.mark.parametrize(
+    ("text", "says"), [("{", "not JSON"), ("[]", "not a result"), ('{"cases": []}', "not a result")]
+)
+def test_other_files_are_refused(tmp_path, capsys, text, says):
+    path = tmp_path / "other.json"
+    path.write_text(text)
+    assert bench("--load", path) == 2
+    assert says in capsys.readouterr().err
+    assert bench("--load", tmp_path / "none.json") == 2
+    assert "cannot be read" in capsys.readouterr().err
+
+
+def test_tables_are_by_operation_with_the_peers_that_ran(document):
+    ragged, qsa = report.result_tables(document)
+    assert ragged.columns == ("case", "path", "ms", "rate", "of floor", "fa3", "cudnn")
+    assert qsa.columns[-1] == "vllm"
+    first = dict(zip(ragged.columns, ragged.rows[0], strict=True))
+    assert first["path"] == "cuda_sm90"
+    assert first["rate"].endswith(" TFLOP/s")
+    assert float(first["rate"].split()[0]) == pytest.approx(700 / 1.25, rel=0.02)
+    assert first["of floor"] == "80%"
+    assert float(first["fa3"]) == pytest.approx(1.1, abs=0.02)
+    assert qsa.rows[0][3].endswith(" TB/s")
+    assert ragged.rows[-1][0] == "geometric mean"
+    assert ragged.note.count("fa2") == 1  # once, however many cases skipped it
+    assert "no such module" in ragged.note
+    assert dict(zip(ragged.columns, ragged.rows[-2], strict=True))["fa3"] == "wrong"
+
+
+def test_a_failed_case_is_in_the_table_and_in_the_notes(document):
+    document["cases"][0]["ours"] = {"path": "cuda_sm90", "error": "RuntimeError: broken"}
+    ragged = report.result_tables(document)[0]
+    assert "failed" in ragged.rows[0]
+    assert "RuntimeError: broken" in ragged.note
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.0123449, "0.01234"), (9.9996, "10.00"), (123.4, "123.4"), (99999.0, "99999"), (1e-7, "0.0000001000")],
+)
+def test_numbers_are_plain_decimals(value, text):
+    assert report.significant(value, 4) == text
+
+
+@needs_matplotlib
+def test_plots_are_small_files_and_always_the_same(document, tmp_path):
+    first = plots.write(document, tmp_path / "a")
+    again = plots.write(document, tmp_path / "b")
+    assert {path.stem for path, _ in first} == {plot.name for plot in plots.PLOTS}
+    for (path, caption), (other, _) in zip(first, again, strict=True):
+        assert caption
+        assert path.read_bytes() == other.read_bytes()
+        assert path.stat().st_size < 200 * 1024
+        assert path.read_text().startswith("<?xml")
+
+
+@needs_matplotlib
+def test_plots_without_their_figures_are_left_out(document, tmp_path):
+    document["cases"] = [document_case(document, "qsa-decode-8-at-32768")]
+    assert [path.stem for path, _ in plots.write(document, tmp_path)] == ["qsa-workloads"]
+    document["cases"] = []
+    assert plots.write(document, tmp_path) == []
+
+
+def test_noise_is_not_flagged(document):
+    comparison = compare.compare(document, slowed(document, 1.0))
+    assert set(verdicts(comparison).values()) == {compare.SAME}
+    assert not comparison.got_slower
+
+
+def test_what_got_slower_and_faster_is_flagged(document):
+    later = slowed(document, 1.1, {"qsa-decode-8-at-32768"})
+    faster = document_case(later, "vision-1024x64-d80-full")["ours"]
+    faster.update(contestant(0.8 * faster["ms"], "faster"))
+    comparison = compare.compare(document, later)
+    found = {name: verdict for name, verdict in verdicts(comparison).items() if verdict != compare.SAME}
+    assert found == {"qsa-decode-8-at-32768": compare.SLOWER, "vision-1024x64-d80-full": compare.FASTER}
+    assert comparison.got_slower
+    assert [row[1] for row in compare.as_table(comparison).rows] == [compare.SLOWER, compare.FASTER]
+
+
+def test_a_slower_device_is_not_our_doing(document):
+    comparison = compare.compare(document, slowed(document, 1.1, ceilings=1 / 1.1))
+    assert set(verdicts(comparison).values()) == {compare.UNCLEAR}
+    assert not comparison.got_slower
+    worse = compare.compare(document, slowed(document, 1.3, ceilings=1 / 1.1))
+    assert set(verdicts(worse).values()) == {compare.SLOWER}
+
+
+def test_wide_samples_alone_are_no_change(document):
+    later = copy.deepcopy(document)
+    for case in later["cases"]:
+        case["ours"].update(contestant(case["ours"]["ms"], case["case"] + "wide", spread=0.2))
+    assert compare.SLOWER not in verdicts(compare.compare(document, later)).values()
+
+
+def test_failures_changed_cases_and_few_samples(document):
+    later = slowed(document, 1.0)
+    later["cases"][0]["ours"] = {"path": "cuda_sm90", "error": "wrong: nan"}
+    later["cases"][1]["flops"] *= 2
+    later["cases"][2]["ours"].update(contestant(100.0, "few", count=3))
+    del later["cases"][3]
+    comparison = compare.compare(document, later)
+    assert [change.verdict for change in comparison.changes[:3]] == [compare.BROKEN, compare.UNCLEAR, compare.UNCLEAR]
+    assert comparison.got_slower
+    assert any(document["cases"][3]["case"] in note for note in comparison.notes)
+
+
+def test_exit_statuses_of_compare(document, file, capsys):
+    old, same = file(document, "old.json"), file(slowed(document, 1.0), "same.json")
+    slow = file(slowed(document, 1.2, {"qsa-decode-1-at-32768"}), "slow.json")
+    assert bench("--compare", old, same) == 0
+    assert "the same within noise" in capsys.readouterr().out
+    assert bench("--compare", old, slow) == 1
+    assert "qsa-decode-1-at-32768" in capsys.readouterr().out
+    assert bench("--load", slow, "--compare", old) == 1
+    assert bench("--compare", old, slow, "--tolerance", 40) == 0
+    elsewhere = file({**document, "device": "another"}, "elsewhere.json")
+    capsys.readouterr()
+    assert bench("--compare", old, elsewhere) == 2
+    assert "another" in capsys.readouterr().err
+    assert bench("--compare", old, same, slow) == 2
+
+
+@needs_matplotlib
+def test_loaded_results_are_shown_plotted_and_given_as_json(document, file, tmp_path, capsys):
+    again = tmp_path / "again.json"
+    assert bench("--load", file(document), "--plots", tmp_path / "plots", "--json", again) == 0
+    printed = capsys.readouterr().out
+    assert "geometric mean" in printed
+    assert "ragged-lengths.svg" in printed
+    assert json.loads(again.read_text()) == document
+
+
+def test_plots_without_matplotlib_name_the_extra(document, file, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(plots, "has_matplotlib", lambda: False)
+    assert bench("--load", file(document), "--plots", tmp_path / "plots") == 2
+    assert "[bench]" in capsys.readouterr().err
+
+
+def test_the_list_of_cases_and_an_unknown_one(capsys):
+    assert bench("--list", "--quick") == 0
+    assert "vision-1024x64-d80-full" in capsys.readouterr().out
+    assert bench("--cases", "no-such-case") == 2
+    assert "no-such-case" in capsys.readouterr().err
+
+
+def page(*arguments):
+    command = [sys.executable, str(PAGE_SCRIPT), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=600)
+
+
+needs_script = pytest.mark.skipif(not PAGE_SCRIPT.exists(), reason="scripts/ is not in this tree")
+
+
+@needs_matplotlib
+@needs_script
+def test_the_page_is_made_and_checked(document, file, tmp_path):
+    results, docs = file(document), tmp_path / "docs"
+    assert page("--results", results, "--docs", docs).returncode == 0
+    text = (docs / "performance.md").read_text()
+    assert "A GPU" in text
+    assert "no such module" in text
+    for plot in plots.PLOTS:
+        assert f"(performance/{plot.name}.svg)" in text
+        assert (docs / "performance" / f"{plot.name}.svg").exists()
+    assert page("--check", "--results", results, "--docs", docs).returncode == 0
+    (docs / "performance.md").write_text(text.replace("80%", "90%", 1))
+    (docs / "performance" / "old.svg").write_text("<svg/>")
+    stale = page("--check", "--results", results, "--docs", docs)
+    assert stale.returncode == 1
+    assert "performance.md is not up to date" in stale.stderr
+    assert "old.svg is of other results" in stale.stderr
+
+
+@needs_matplotlib
+@needs_script
+@pytest.mark.skipif(not (ROOT / "benchmarks/results/h200.json").exists(), reason="no results are committed")
+def test_the_committed_page_is_up_to_date():
+    check = page("--check")
+    assert check.returncode == 0, check.stderr
