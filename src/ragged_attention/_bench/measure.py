@@ -53,8 +53,7 @@ class Run:
         self._on_event("ceilings_measured", device=result["device"], ceilings=result["ceilings"])
         try:
             result["host_us"] = host.measure(self.timer, {case.op for case in cases})
-            # CUDA graphs first: once torch's profiler, which times JAX, has run in a process, replaying one faults.
-            for index, case in enumerate(sorted(cases, key=lambda case: not case.short)):
+            for index, case in enumerate(cases):
                 self._on_event(
                     "case_started", case=case.name, op=case.op, index=index, total=len(cases), facts=case.facts()
                 )
@@ -74,8 +73,6 @@ class Run:
         except KeyboardInterrupt as interrupt:
             interrupt.partial = result  # type: ignore[attr-defined]
             raise
-        order = {case.name: index for index, case in enumerate(cases)}
-        result["cases"].sort(key=lambda entry: order[entry["case"]])
         return result
 
     def _seconds_for(self, remaining: int) -> float | None:
@@ -117,6 +114,7 @@ class _CaseRun:
             "max_abs_error": None,
         }
         self._calls: dict[str, tuple[Call, Wait | None]] = {}
+        self._contestants: list[Contestant] = []  # a graph does not keep the memory alive that its call reads
         self._ours_ms: float | None = None
         self._entries: dict[str, dict[str, Any]] = {"ours": self.result["ours"]}
         self._enter("ours", lambda: Contestant(inputs.ours()))
@@ -170,6 +168,7 @@ class _CaseRun:
 
     def _ready(self, name: str, contestant: Contestant, entry: dict[str, Any]) -> None:
         timer, wait = self._timer, contestant.wait
+        self._contestants.append(contestant)
         once = timer.once_ms(contestant.call, wait)
         if name == "ours":
             self._ours_ms = once
