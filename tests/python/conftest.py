@@ -13,6 +13,8 @@ import _frameworks
 import numpy as np
 import pytest
 
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # JAX would take most of a GPU that tests share
+
 SEED_VARIABLE = "RAGGED_ATTENTION_TEST_SEED"
 
 
