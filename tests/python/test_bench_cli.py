@@ -270,6 +270,7 @@ def test_plots_without_matplotlib_name_the_extra(document, file, tmp_path, monke
 
 
 def test_the_list_of_cases_and_an_unknown_one(capsys):
+    pytest.importorskip("torch")
     assert bench("--list", "--quick") == 0
     assert "vision-1024x64-d80-full" in capsys.readouterr().out
     assert bench("--cases", "no-such-case") == 2
