@@ -1,4 +1,4 @@
-"""The parts of the benchmarks that a CPU can check: the selections, the timing, and a run from end to end."""
+"""The parts of the benchmarks that a CPU can check: the cases, the timing, and a run from end to end."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from ragged_attention._bench import cases, inputs, measure, peers, run, selection, timing  # noqa: E402
+from ragged_attention._bench import cases, inputs, measure, peers, run, timing  # noqa: E402
 from ragged_attention._bench.peers import (  # noqa: E402
     contestant,
     cudnn_ragged,
@@ -22,67 +22,6 @@ from ragged_attention._bench.peers import (  # noqa: E402
     sglang_qsa,
     vllm_qsa,
 )
-
-
-@pytest.mark.parametrize("sequences", [[(0, 9)], [(4093, 7), (0, 1), (0, 0), (2040, 20)], [(2, 1)]])
-@pytest.mark.parametrize("correlation", [0.0, 0.9])
-def test_every_row_lists_its_blocks_and_tail(sequences, correlation):
-    indices, counts = selection.select(sequences, correlation, "cpu")
-    assert indices.dtype == counts.dtype == torch.int32
-    assert indices.shape == (sum(new for _, new in sequences), selection.WIDTH)
-    assert selection.WIDTH == 2051
-    row = distinct = 0
-    for cached, new in sequences:
-        named = set()
-        for i in range(new):
-            seen = cached + i + 1
-            listed = indices[row, : counts[row]].tolist()
-            tail = seen % 4
-            assert len(listed) == min(seen // 4, 512) * 4 + tail
-            assert len(set(listed)) == len(listed)
-            assert all(0 <= token < seen for token in listed)
-            assert listed[len(listed) - tail :] == list(range(seen - tail, seen))
-            for begin in range(0, len(listed) - tail, 4):
-                assert listed[begin] % 4 == 0
-                assert listed[begin : begin + 4] == list(range(listed[begin], listed[begin] + 4))
-            if seen <= selection.WIDTH:
-                assert sorted(listed) == list(range(seen))
-            assert torch.all(indices[row, counts[row] :] == -1)
-            named.update(listed)
-            row += 1
-        distinct += len(named)
-    assert selection.distinct_tokens(sequences, indices, counts) == distinct
-
-
-def test_blocks_are_in_no_order_of_position():
-    indices, counts = selection.select([(8191, 1)], 0.0, "cpu")
-    blocks = indices[0, : counts[0] : 4].tolist()
-    assert len(blocks) == 512
-    assert blocks != sorted(blocks)
-
-
-def test_neighbours_share_more_the_higher_the_correlation():
-    # Half of the 1024 blocks are listed, those above the median: both rows list a block with probability
-    # 1/4 + asin(rho) / (2 pi), and the share is twice that.
-    shares = [
-        selection.neighbour_share(*selection.select([(4096, 64)], correlation, "cpu"))
-        for correlation in (0.0, 0.5, 0.9, 0.98, 0.999)
-    ]
-    assert shares == sorted(shares)
-    assert shares[0] == pytest.approx(0.5, abs=0.02)
-    assert shares[2] == pytest.approx(0.8564, abs=0.02)
-    assert shares[3] == pytest.approx(0.9362, abs=0.015)
-
-
-def test_rows_that_list_everything_share_everything():
-    indices, counts = selection.select([(0, 100)], 0.0, "cpu")
-    assert selection.neighbour_share(indices, counts) == pytest.approx(1.0)
-
-
-def test_the_same_seed_gives_the_same_lists():
-    first, again, other = (selection.select([(3000, 5)], 0.9, "cpu", seed)[0] for seed in (1, 1, 2))
-    assert torch.equal(first, again)
-    assert not torch.equal(first, other)
 
 
 def test_listing_cases_imports_no_framework():
@@ -110,29 +49,6 @@ def test_the_lengths_are_those_of_the_generator():
     generator = torch.Generator().manual_seed(1)
     assert torch.randint(64, 8192, (16,), generator=generator).tolist() == list(cases.MIXED16)
     assert torch.randint(16, 512, (256,), generator=generator).tolist() == list(cases.SHORT256)
-
-
-def _share(correlation, listed):
-    """Of two unit normals of this correlation: how often the second is among the top `listed`, where the first is."""
-    low, high = -9.0, 9.0
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if 0.5 * math.erfc(middle / 2**0.5) > listed else (low, middle)
-    x = torch.linspace(low, low + 9, 4001, dtype=torch.float64)
-    above = torch.special.erfc((low - correlation * x) / (1 - correlation**2) ** 0.5 / 2**0.5) / 2
-    return float(torch.trapezoid(torch.exp(-x * x / 2) / (2 * math.pi) ** 0.5 * above, x)) / listed
-
-
-def test_the_correlations_give_the_shares_of_the_names():
-    checked = 0
-    for case in cases.CASES.values():
-        if case.op == "qsa" and "-share" in case.name and "share1.0" not in case.name:
-            ((cached, rows),) = case.sequences
-            share = float(case.name.partition("-share")[2].partition("-")[0])
-            listed = selection.BLOCKS / ((cached + rows // 2) / selection.BLOCK)
-            assert _share(case.correlation, listed) == pytest.approx(share, abs=0.006), case.name
-            checked += 1
-    assert checked > 10
 
 
 SMALL = {

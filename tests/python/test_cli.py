@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import ragged_attention
-from ragged_attention._cli import agreement, info, selection, work
+from ragged_attention._cli import agreement, info, work
 
 needs_rich = pytest.mark.skipif(not info.tables.has_rich(), reason="rich is not installed")
 
@@ -194,26 +194,3 @@ def test_work_of_known_cases():
     assert work.visible_pairs([4], "causal") == 10
     assert work.visible_pairs([10], "sliding_window_causal", 3) == 27
     assert work.ragged_work([4], 6, 2, 8, 2, "causal") == work.Work(4 * 10 * 8 * 6, 4 * 2 * 8 * 8 * 2)
-
-
-@pytest.mark.parametrize("sequences", [[(0, 9)], [(3000, 3), (0, 5), (2050, 4)]])
-def test_selections_of_the_demo_are_causal_and_complete(sequences):
-    indices, counts = selection.qsa_selection(sequences, np.random.default_rng(1))
-    row = distinct = 0
-    for cached, new in sequences:
-        named = set()
-        for i in range(new):
-            seen = cached + i + 1
-            listed = indices[row, : counts[row]]
-            tail = seen % 4
-            assert counts[row] == min(seen // 4, 512) * 4 + tail
-            assert len(set(listed.tolist())) == len(listed)
-            assert np.all((listed >= 0) & (listed < seen))
-            assert listed[len(listed) - tail :].tolist() == list(range(seen - tail, seen))
-            blocks = listed[: len(listed) - tail].reshape(-1, 4)
-            assert np.array_equal(blocks, blocks[:, :1] + np.arange(4))
-            assert np.all(indices[row, counts[row] :] == -1)
-            named.update(listed.tolist())
-            row += 1
-        distinct += len(named)
-    assert selection.distinct_tokens(sequences, indices, counts) == distinct

@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 
 import ragged_attention
 
+from .._cli import selection
 from .._cli.agreement import Sample, qsa_sample, ragged_sample, sample_rows
 from .._cli.work import Work, qsa_work, ragged_work
-from . import selection
 from .cases import Case, QsaCase, RaggedCase
 
 Call = Callable[[], Any]
@@ -121,7 +121,7 @@ class QsaInputs:
         return qsa_work(
             len(self.q),
             int(self.counts.sum()),
-            selection.distinct_tokens(case.sequences, self.indices, self.counts),
+            selection.distinct_tokens(case.sequences, to_numpy(self.indices), to_numpy(self.counts)),
             case.num_q_heads,
             case.num_kv_heads,
             case.head_dim,
@@ -136,7 +136,9 @@ class QsaInputs:
         return rows[max(0, middle - 10) : middle + 10]
 
     def facts(self) -> dict[str, Any]:
-        share = selection.neighbour_share(self.indices, self.counts, self._pairs()) if self.case.max_new > 1 else None
+        share = None
+        if self.case.max_new > 1:
+            share = selection.neighbour_share(to_numpy(self.indices), to_numpy(self.counts), self._pairs())
         return {"mask": None, "window": None, "share": share, "page_size": self.case.page_size}
 
 
@@ -162,7 +164,7 @@ def make(case: Case, device: torch.device | str, seed: int = 1) -> Inputs:
     max_pages = max(-(-(cached + new) // case.page_size) for cached, new in case.sequences)
     num_pages = max_pages * len(case.sequences)
     pages = torch.randperm(num_pages, generator=torch.Generator().manual_seed(seed))
-    indices, counts = selection.select(case.sequences, case.correlation, device, seed)
+    indices, counts = selection.select(case.sequences, case.correlation, np.random.default_rng(seed))
     return QsaInputs(
         case,
         normal(sum(new_rows), case.num_q_heads, case.head_dim),
@@ -170,6 +172,6 @@ def make(case: Case, device: torch.device | str, seed: int = 1) -> Inputs:
         normal(num_pages, 2, case.num_layers, case.page_size, case.num_kv_heads, case.head_dim),
         integers([cached for cached, _ in case.sequences]),
         integers(pages.reshape(len(case.sequences), max_pages)),
-        indices,
-        counts,
+        integers(indices),
+        integers(counts),
     )

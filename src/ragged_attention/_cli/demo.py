@@ -18,10 +18,11 @@ from .._support import build_info, supports
 from . import tables
 from .agreement import Agreement, qsa_sample, ragged_sample, sample_rows
 from .arrays import ON, Arrays, Unusable, choose
-from .selection import WIDTH, distinct_tokens, qsa_selection
+from .selection import WIDTH, distinct_tokens, select
 from .work import Work, qsa_work, ragged_work
 
 _PAGE_SIZE, _LAYERS, _LAYER = 128, 2, 1
+_CORRELATION = 0.98  # of a block's score from row to row
 _STEPS = 3  # of a case: inputs, reference, timing
 
 
@@ -194,7 +195,7 @@ def _prepare_qsa(demo: Any, arrays: Arrays) -> tuple[Callable[[], Any], Callable
     max_pages = max(-(-(cached + new) // _PAGE_SIZE) for cached, new in demo.sequences)
     num_pages = max_pages * len(demo.sequences)
     table = rng.permutation(num_pages).reshape(len(demo.sequences), max_pages).astype(np.int32)
-    indices, counts = qsa_selection(demo.sequences, rng)
+    indices, counts = select(demo.sequences, _CORRELATION, rng)
     q = arrays.normal(rows, demo.num_q_heads, demo.head_dim)
     kv_blocks = arrays.normal(num_pages, 2, _LAYERS, _PAGE_SIZE, demo.num_kv_heads, demo.head_dim)
     offsets = np.concatenate([[0], np.cumsum([new for _, new in demo.sequences])]).astype(np.int32)
