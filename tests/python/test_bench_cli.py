@@ -141,6 +141,17 @@ def test_other_files_are_refused(tmp_path, capsys, text, says):
     assert "cannot be read" in capsys.readouterr().err
 
 
+def test_reading_showing_and_comparing_results_imports_no_framework(document, file):
+    path = file(document)
+    code = (
+        "import sys; from ragged_attention._cli import main; from ragged_attention._bench import plots;"
+        f"main(['bench', '--load', {str(path)!r}, '--compare', {str(path)!r}]);"
+        "print(sorted({'torch', 'jax', 'cupy', 'triton'} & set(sys.modules)))"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.splitlines()[-1] == "[]"
+
+
 def test_tables_are_by_operation_with_the_peers_that_ran(document):
     ragged, qsa = report.result_tables(document)
     assert ragged.columns == ("case", "path", "ms", "rate", "of floor", "fa3", "cudnn")

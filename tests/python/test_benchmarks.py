@@ -12,7 +12,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from ragged_attention._bench import cases, inputs, measure, peers, run, timing  # noqa: E402
+from ragged_attention._bench import cases, inputs, measure, peers, report, run, timing  # noqa: E402
 from ragged_attention._bench.peers import (  # noqa: E402
     contestant,
     cudnn_ragged,
@@ -43,6 +43,10 @@ def test_cases_fit_the_operations():
     quick = run.list_cases("cuda", quick=True)
     assert 10 < len(quick) < 30
     assert {case["op"] for case in quick} == {"ragged", "qsa"}
+
+
+def test_every_peer_has_a_title():
+    assert set(report.TITLES) == {name for of_op in peers.PEERS.values() for name in of_op}
 
 
 def test_the_lengths_are_those_of_the_generator():

@@ -23,7 +23,7 @@ from .contestant import Contestant, Unavailable
 
 Prepare = Callable[[Any], Contestant]
 
-# By operation; the names are those of the JSON.
+# By operation; the names are those of the JSON. What they stand for is in report.py, which imports no framework.
 PEERS: dict[str, dict[str, Prepare]] = {
     "ragged": {
         "fa3": flash_attention_3.prepare,
@@ -39,19 +39,7 @@ PEERS: dict[str, dict[str, Prepare]] = {
     },
 }
 
-# For people: what the names of the JSON stand for.
-TITLES = {
-    "fa3": "FlashAttention-3",
-    "cudnn": "cuDNN, ragged",
-    "cudnn_dense": "cuDNN, equal lengths",
-    "fa2": "FlashAttention-2",
-    "sdpa": "torch SDPA, a sequence at a time",
-    "vllm": "vLLM",
-    "sglang": "SGLang",
-    "triton": "plain Triton, row by row (ours)",
-}
-
 # Distributions whose versions belong to a result.
 DISTRIBUTIONS = ("triton", "jax", "flash-attn3-jax", "nvidia-cudnn-frontend")
 
-__all__ = ["DISTRIBUTIONS", "PEERS", "TITLES", "Contestant", "Prepare", "Unavailable"]
+__all__ = ["DISTRIBUTIONS", "PEERS", "Contestant", "Prepare", "Unavailable"]
