@@ -12,7 +12,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from ragged_attention._bench import cases, inputs, measure, peers, report, run, timing  # noqa: E402
+from ragged_attention._bench import cases, ceilings, inputs, measure, peers, report, run, timing  # noqa: E402
 from ragged_attention._bench.peers import (  # noqa: E402
     contestant,
     cudnn_ragged,
@@ -144,7 +144,64 @@ def test_spans_between_flushes():
     assert timing.spans_ms(kernels) == [pytest.approx(1015e-6), pytest.approx(2010e-6)]
 
 
-def test_a_run_has_the_schema_and_says_what_it_does(monkeypatch):
+@pytest.fixture
+def small_ceilings(monkeypatch):
+    monkeypatch.setattr(ceilings, "CPU_MATMUL", (16, 32))
+    monkeypatch.setattr(ceilings, "CPU_COPY", 2**16)
+
+
+def test_ceilings_of_the_cpu(small_ceilings):
+    rates = ceilings.measure(timing.Timer("cpu"))
+    assert list(rates) == ["matmul_tflops", "matmul_float32_tflops", "copy_tbps", "gather_tbps"]
+    assert rates["matmul_tflops"] >= rates["matmul_float32_tflops"] > 0
+    assert rates["copy_tbps"] > 0
+    assert rates["gather_tbps"] is None
+
+
+class _FakeTimer(timing.Timer):
+    """Every call takes the same time, and is not made."""
+
+    def __init__(self, ms):
+        super().__init__("cpu")
+        self.ms = ms
+        self.counts = []
+
+    def prepare(self, call, by_graph):
+        return call
+
+    def samples_ms(self, call, count, wait=None):
+        self.counts.append(count)
+        return [self.ms] * count
+
+
+def test_a_copy_is_timed_as_often_as_there_is_time():
+    for ms, times in ((1.0, ceilings.SAMPLES), (100.0, 10), (5000.0, ceilings.FEWEST)):
+        timer = _FakeTimer(ms)
+        assert ceilings._copy_tbps(timer, 1000) == pytest.approx(2000 / (ms * 1e-3) / 1e12)
+        assert sum(timer.counts) == times
+
+
+def test_matrix_products_grow_until_a_call_is_long(monkeypatch):
+    tried = []
+
+    def rate(timer, n, dtype):
+        tried.append(n)
+        return 2 * n**3 / 0.01 / 1e12 if n <= 1024 else 2 * n**3 / 0.1 / 1e12  # 10 ms, later 100
+
+    monkeypatch.setattr(ceilings, "_matmul_tflops", rate)
+    best = ceilings._cpu_matmul_tflops(timing.Timer("cpu"), torch.float32)
+    assert tried == [512, 1024, 2048]
+    assert best == pytest.approx(2 * 1024**3 / 0.01 / 1e12)
+
+
+def test_the_floor_of_a_dtype_is_by_its_own_matrix_product():
+    rates = {"matmul_tflops": 0.8, "matmul_float32_tflops": 0.2, "copy_tbps": 0.05}
+    assert measure._floor_ms("bfloat16", 8 * 10**8, 1, rates) == pytest.approx(1.0)
+    assert measure._floor_ms("float32", 8 * 10**8, 1, rates) == pytest.approx(4.0)
+    assert measure._floor_ms("float32", 1, 10**9, rates) == pytest.approx(20.0)
+
+
+def test_a_run_has_the_schema_and_says_what_it_does(monkeypatch, small_ceilings):
     monkeypatch.setitem(cases.CASES, "small", SMALL["ragged"])
     events = []
     result = run.run(
@@ -153,7 +210,7 @@ def test_a_run_has_the_schema_and_says_what_it_does(monkeypatch):
     json.dumps(result)
     header = "device driver versions commit dirty date ceilings host_us cases"
     assert set(result) == set(header.split())
-    assert set(result["ceilings"]) == {"matmul_tflops", "copy_tbps", "gather_tbps"}
+    assert {"matmul_tflops", "copy_tbps", "gather_tbps"} <= set(result["ceilings"])
     expected = (
         "op case dtype head_dim num_q_heads num_kv_heads mask window share page_size ours peers floor_ms flops bytes"
     )

@@ -24,6 +24,7 @@ from . import ceilings, host
 from .cases import Case
 from .inputs import make, to_numpy
 from .peers import DISTRIBUTIONS, PEERS, Contestant, Unavailable
+from .report import matmul_tflops
 from .run import OnEvent
 from .timing import Call, Timer, Wait, interleaved
 
@@ -33,21 +34,17 @@ LEAST_SECONDS = 0.25  # of timing, for a case
 
 
 class Run:
-    def __init__(
-        self, device: str, rounds: int, samples: int, seconds: float | None, on_event: OnEvent, scale: int | None = None
-    ) -> None:
+    def __init__(self, device: str, rounds: int, samples: int, seconds: float | None, on_event: OnEvent) -> None:
         if torch.device(device).type == "cuda" and not torch.cuda.is_available():
             raise RuntimeError(f"torch {torch.__version__} finds no usable GPU")
         self._ends = None if seconds is None else time.monotonic() + seconds
         self._rounds, self._samples, self._on_event = rounds, samples, on_event
         self.timer = Timer(device)
-        # The sizes are a GPU's: a CPU measures its ceilings on smaller ones.
-        self._scale = scale or (1 if self.timer.device.type == "cuda" else 32)
         self.result = environment(self.timer.device)
 
     def cases(self, cases: Sequence[Case]) -> dict[str, Any]:
         result = self.result
-        result["ceilings"] = ceilings.measure(self.timer, scale=self._scale)
+        result["ceilings"] = ceilings.measure(self.timer)
         result["host_us"] = {}
         result["cases"] = []
         self._on_event("ceilings_measured", device=result["device"], ceilings=result["ceilings"])
@@ -108,7 +105,7 @@ class _CaseRun:
             **inputs.facts(),
             "ours": {},
             "peers": {},
-            "floor_ms": _floor_ms(work.flops, work.bytes, run.result["ceilings"]),
+            "floor_ms": _floor_ms(case.dtype, work.flops, work.bytes, run.result["ceilings"]),
             "flops": work.flops,
             "bytes": work.bytes,
             "max_abs_error": None,
@@ -233,10 +230,8 @@ def environment(device: torch.device) -> dict[str, Any]:
     }
 
 
-def _floor_ms(flops: int, size: int, rates: dict[str, float | None]) -> float:
-    matmul, copy = rates["matmul_tflops"], rates["copy_tbps"]
-    assert matmul is not None
-    assert copy is not None
+def _floor_ms(dtype: str, flops: int, size: int, rates: dict[str, Any]) -> float:
+    matmul, copy = matmul_tflops(dtype, rates), float(rates["copy_tbps"])
     return 1e3 * max(flops / (matmul * 1e12), size / (copy * 1e12))
 
 

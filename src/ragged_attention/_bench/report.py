@@ -90,9 +90,14 @@ def notes_of_peers(cases: list[Case]) -> list[str]:
     return [f"{name}: {note.rstrip('.')}." for name, note in notes]
 
 
+def matmul_tflops(dtype: str, ceilings: dict[str, Any]) -> float:
+    """The rate of the matrix product that a case of this dtype is held against."""
+    return float(ceilings.get(f"matmul_{dtype}_tflops") or ceilings["matmul_tflops"])
+
+
 def is_bound_by_arithmetic(case: Case, ceilings: dict[str, Any]) -> bool:
     """Which of the two gives the case's floor."""
-    return bool(case["flops"] / (ceilings["matmul_tflops"] or 1) >= case["bytes"] / (ceilings["copy_tbps"] or 1))
+    return bool(case["flops"] / matmul_tflops(case["dtype"], ceilings) >= case["bytes"] / ceilings["copy_tbps"])
 
 
 def describe_rate(case: Case, ceilings: dict[str, Any]) -> str:
@@ -125,6 +130,7 @@ def title(document: Document) -> str:
 def describe_ceilings(document: Document) -> str:
     names = {
         "matmul_tflops": ("matrix product", "TFLOP/s"),
+        "matmul_float32_tflops": ("in float32", "TFLOP/s"),
         "copy_tbps": ("copy", "TB/s"),
         "gather_tbps": ("gather", "TB/s"),
     }

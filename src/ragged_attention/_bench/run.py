@@ -15,7 +15,7 @@ SAMPLES = 10
 SECONDS = {"quick": 110.0, "full": 460.0}  # what a run may take on an H200, with its imports and compilations
 
 # on_event(kind, **facts). The kinds, in order:
-#   "ceilings_measured"   device, ceilings: {"matmul_tflops", "copy_tbps", "gather_tbps"}
+#   "ceilings_measured"   device, ceilings: those of the JSON
 #   and for every case
 #   "case_started"        case, op, index (from 0), total, facts: what `list_cases` says of it
 #   "contestant_checked"  case, contestant ("ours" or a peer), ok, and error: a string where not ok, else None,
