@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import random
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -194,6 +195,15 @@ def test_plots_are_small_files_and_always_the_same(document, tmp_path):
         assert path.read_bytes() == other.read_bytes()
         assert path.stat().st_size < 200 * 1024
         assert path.read_text().startswith("<?xml")
+
+
+@needs_matplotlib
+def test_ids_in_plots_are_numbers_that_are_defined_once_each(document, tmp_path):
+    for path, _ in plots.write(document, tmp_path):
+        text = path.read_text()
+        defined = re.findall(r' id="([mp]\d+)"', text)
+        assert len(defined) == len(set(defined)) > 0
+        assert set(re.findall(r"#([mp][0-9a-f]+)\b", text)) <= set(defined)
 
 
 @needs_matplotlib

@@ -88,8 +88,19 @@ def _save(figure: Any, path: Path) -> None:
         return
     drawn = io.StringIO()
     figure.savefig(drawn, format="svg", metadata={"Date": None}, facecolor="white")
-    lines = re.sub(r"<!--.*?-->", "", drawn.getvalue(), flags=re.DOTALL).splitlines()
+    text = re.sub(r"<!--.*?-->", "", drawn.getvalue(), flags=re.DOTALL)
+    lines = _numbered(text).splitlines()
     path.write_text("\n".join(line.strip() for line in lines if line.strip()) + "\n", encoding="utf-8")
+
+
+def _numbered(svg: str) -> str:
+    """Numbers for matplotlib's ids, which are hashes of coordinates down to bits that differ from CPU to CPU."""
+    numbers: dict[str, str] = {}
+
+    def number(found: re.Match[str]) -> str:
+        return numbers.setdefault(found[0], f"{found[0][0]}{len(numbers) + 1}")
+
+    return re.sub(r"(?<=[\"#])[mp][0-9a-f]{10}(?=[\")])", number, svg)
 
 
 # --- Time over floor, case by case.
