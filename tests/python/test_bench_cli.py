@@ -17,6 +17,7 @@ from ragged_attention._bench import compare, plots, report
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE_SCRIPT = ROOT / "scripts/performance_page"
+RESULTS = ROOT / "benchmarks/results/h200.json"
 
 needs_matplotlib = pytest.mark.skipif(not plots.has_matplotlib(), reason="matplotlib is not installed")
 
@@ -163,11 +164,39 @@ def test_tables_are_by_operation_with_the_peers_that_ran(document):
     assert float(first["rate"].split()[0]) == pytest.approx(700 / 1.25, rel=0.02)
     assert first["of floor"] == "80%"
     assert float(first["fa3"]) == pytest.approx(1.1, abs=0.02)
-    assert qsa.rows[0][3].endswith(" TB/s")
+    assert qsa.columns[:3] == ("case", "shared", "path")
+    assert [row[1] for row in qsa.rows] == ["10%", "50%", "90%", "", "", "", ""]
+    assert qsa.rows[0][4].endswith(" TB/s")
+    assert "Under shared" in qsa.note
+    assert "Under shared" not in ragged.note
     assert ragged.rows[-1][0] == "geometric mean"
     assert ragged.note.count("fa2") == 1  # once, however many cases skipped it
     assert "no such module" in ragged.note
     assert dict(zip(ragged.columns, ragged.rows[-2], strict=True))["fa3"] == "wrong"
+
+
+def test_host_costs_have_tables_of_their_own(document):
+    assert len(report.result_tables(document)) == 2
+    no_jax = "NotImplementedError: q: JAX arrays are not taken yet: results. Pass torch"
+    document["host_us"] = {
+        "qsa": {"torch": 20.83, "jax": no_jax, "torch, out=": 15.48},
+        "ragged": {"torch": 19.2, "cupy": 31.27, "jax": no_jax, "torch, out=": 13.17},
+    }
+    case = document_case(document, "qsa-decode-8-at-32768")
+    case["ours"]["host_us"], case["peers"]["vllm"]["host_us"] = 17.88, 1132.1
+    by_framework, by_case = report.result_tables(document)[2:]
+    assert by_framework.columns == ("tensors", "ragged_flash_attention", "qsa_sparse_attention")
+    assert by_framework.rows == [
+        ("cupy", "31.3", "-"),
+        ("jax", "-", "-"),
+        ("torch", "19.2", "20.8"),
+        ("torch, out=", "13.2", "15.5"),
+    ]
+    assert by_framework.note == "Not measured: jax: NotImplementedError: q: JAX arrays are not taken yet: results."
+    assert by_case.columns == ("case", "ours", "vllm")
+    assert by_case.rows == [("qsa-decode-8-at-32768", "17.9", "1132")]
+    document["host_us"] = {}  # of a run that was stopped early
+    assert [table.title for table in report.host_tables(document)] == [by_case.title]
 
 
 def test_a_failed_case_is_in_the_table_and_in_the_notes(document):
@@ -309,11 +338,15 @@ needs_script = pytest.mark.skipif(not PAGE_SCRIPT.exists(), reason="scripts/ is 
 @needs_matplotlib
 @needs_script
 def test_the_page_is_made_and_checked(document, file, tmp_path):
+    document["host_us"] = {"ragged": {"torch": 19.2}}
     results, docs = file(document), tmp_path / "docs"
     assert page("--results", results, "--docs", docs).returncode == 0
     text = (docs / "performance.md").read_text()
     assert "A GPU" in text
     assert "no such module" in text
+    assert "## Host cost of an eager call" in text
+    assert "| torch | 19.2 |" in text
+    assert "| qsa-prefill-8192-at-32768-share0.9 | 90% | cuda_sm90 |" in text
     for plot in plots.PLOTS:
         assert f"(performance/{plot.name}.svg)" in text
         assert (docs / "performance" / f"{plot.name}.svg").exists()
@@ -328,7 +361,7 @@ def test_the_page_is_made_and_checked(document, file, tmp_path):
 
 @needs_matplotlib
 @needs_script
-@pytest.mark.skipif(not (ROOT / "benchmarks/results/h200.json").exists(), reason="no results are committed")
+@pytest.mark.skipif(not RESULTS.exists(), reason="no results are committed")
 def test_the_committed_page_is_up_to_date():
     check = page("--check")
     assert check.returncode == 0, check.stderr

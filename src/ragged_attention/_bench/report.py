@@ -29,6 +29,7 @@ TITLES = {
 }
 
 NUMBERS = ("ms", "rate", "of floor")  # columns beside those of the peers
+SHARED = "shared"  # and where neighbouring rows share tokens: what part of its list the next row lists too
 
 
 class NotAResult(ValueError):
@@ -150,11 +151,70 @@ def operation_table(op: str, cases: list[Case], ceilings: dict[str, Any]) -> Tab
             ("geometric mean", "", "", "", _mean_of_floor(cases), *(_mean_ratio(cases, peer) for peer in peers))
         )
     numbers = (*NUMBERS, *peers)
-    return Table(OPERATIONS.get(op, op), ("case", "path", *numbers), rows, right=frozenset(numbers))
+    columns = ("case", "path", *numbers)
+    if shares_tokens(cases):
+        shares = [*(_share(case) for case in cases), ""]
+        rows = [(row[0], share, *row[1:]) for row, share in zip(rows, shares, strict=False)]
+        numbers, columns = (SHARED, *numbers), ("case", SHARED, *columns[1:])
+    return Table(OPERATIONS.get(op, op), columns, rows, right=frozenset(numbers))
+
+
+def shares_tokens(cases: Iterable[Case]) -> bool:
+    return any(case.get("share") is not None for case in cases)
+
+
+def _share(case: Case) -> str:
+    return "" if case.get("share") is None else percent(case["share"])
+
+
+def host_tables(document: Document) -> list[Table]:
+    """What an eager call costs the host: by framework, of a call of one row, and beside the peers, of short calls."""
+    return [table for table in (_host_by_framework(document), _host_by_case(document)) if table is not None]
+
+
+def _host_by_framework(document: Document) -> Table | None:
+    costs = document.get("host_us") or {}
+    frameworks = sorted({name for of_op in costs.values() for name in of_op})
+    measured = [op for op in OPERATIONS if any(not isinstance(cost, str) for cost in costs.get(op, {}).values())]
+    if not measured:
+        return None
+    rows = [(name, *(_microseconds(costs[op].get(name)) for op in measured)) for name in frameworks]
+    columns = tuple(OPERATIONS[op] for op in measured)
+    reasons = dict.fromkeys(
+        f"Not measured: {name}: {cost.partition('. ')[0].rstrip('.')}."
+        for op in measured
+        for name, cost in costs[op].items()
+        if isinstance(cost, str)
+    )
+    title = "Host cost of an eager call of one row, µs"
+    return Table(title, ("tensors", *columns), rows, right=frozenset(columns), note="\n".join(reasons))
+
+
+def _host_by_case(document: Document) -> Table | None:
+    cases = [case for case in document["cases"] if "host_us" in case["ours"]]
+    if not cases:
+        return None
+    peers = dict.fromkeys(name for case in cases for name, peer in case["peers"].items() if "host_us" in peer)
+    columns = ("ours", *peers)
+    rows = [
+        (
+            case["case"],
+            _microseconds(case["ours"]["host_us"]),
+            *(_microseconds(case["peers"].get(name, {}).get("host_us")) for name in peers),
+        )
+        for case in cases
+    ]
+    return Table(
+        "Host cost of an eager call of the short cases, µs", ("case", *columns), rows, right=frozenset(columns)
+    )
+
+
+def _microseconds(cost: float | str | None) -> str:
+    return "-" if cost is None or isinstance(cost, str) else significant(cost, 3)
 
 
 def result_tables(document: Document) -> list[Table]:
-    """For a terminal, one per operation."""
+    """For a terminal: one per operation, and what calls cost the host."""
     tables = []
     for op, cases in by_operation(document).items():
         table = operation_table(op, cases, document["ceilings"])
@@ -162,12 +222,14 @@ def result_tables(document: Document) -> list[Table]:
             notes = ["Under a peer's name: its time over ours, so above 1 ours is faster."]
         else:
             notes = ["No peer ran."]
+        if shares_tokens(cases):
+            notes.append(f"Under {SHARED}: the part of a row's tokens that the next row lists too, as measured.")
         notes += [f"{case['case']} failed: {case['ours'].get('error')}." for case in cases if "ms" not in case["ours"]]
         table.note = "\n".join([*notes, *notes_of_peers(cases), *(f"Not timed: {s}" for s in absent_peers(cases))])
         tables.append(table)
     if tables:
         tables[0].title = f"{title(document)}\nCeilings of this run: {describe_ceilings(document)}\n\n{tables[0].title}"
-    return tables
+    return tables + host_tables(document)
 
 
 def ratio(case: Case, peer: str) -> float | None:
