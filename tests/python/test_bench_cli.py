@@ -6,6 +6,7 @@ import copy
 import json
 import random
 import re
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from ragged_attention import _cli
-from ragged_attention._bench import compare, plots, report
+from ragged_attention._bench import compare, plots, report, run
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE_SCRIPT = ROOT / "scripts/performance_page"
@@ -303,6 +304,80 @@ def test_exit_statuses_of_compare(document, file, capsys):
     assert bench("--compare", old, same, slow) == 2
 
 
+# --- Comparing with a result that a GPU gave, whose samples drift and have outliers.
+
+needs_results = pytest.mark.skipif(not RESULTS.exists(), reason="no results are committed")
+
+
+def measured_again(document, factors, seed=0):
+    """A later run, of samples drawn from those of `document`: `factors` times as long where asked for."""
+    rng = random.Random(seed)
+    later = copy.deepcopy(document)
+    for case in later["cases"]:
+        drawn = rng.choices(case["ours"]["samples_ms"], k=len(case["ours"]["samples_ms"]))
+        drawn = [factors.get(case["case"], 1.0) * ms for ms in drawn]
+        case["ours"].update(ms=statistics.median(drawn), samples_ms=drawn)
+    return later
+
+
+def of_steady_cases(document):
+    """Those whose samples say something: 10 % are beyond the spread of the middle 80 %."""
+    steady = []
+    for case in document["cases"]:
+        samples = sorted(case["ours"].get("samples_ms", ()))
+        if len(samples) >= 20 and samples[int(0.9 * len(samples))] < 1.05 * samples[int(0.1 * len(samples))]:
+            steady.append(case["case"])
+    return steady
+
+
+def heading(capsys):
+    """How many cases are what; those of few samples are unclear, in whatever result is committed."""
+    printed = " ".join(capsys.readouterr().out.split())
+    found = re.search(r"Against the old result: (.*?the same within noise)", printed)
+    return re.sub(r"\d+ unclear, ", "", re.sub(r"\d+ the same", "the same", found[1])), printed
+
+
+@needs_results
+def test_a_measured_result_compared_with_itself(capsys):
+    assert bench("--compare", RESULTS, RESULTS) == 0
+    assert heading(capsys)[0] == "the same within noise"
+
+
+@needs_results
+@pytest.mark.parametrize("seed", range(3))
+def test_a_slower_case_is_found_in_a_measured_result(file, capsys, seed):
+    document = report.load(RESULTS)
+    steady = of_steady_cases(document)
+    assert len(steady) > len(document["cases"]) / 2
+    slow = random.Random(seed).choice(steady)
+    again = file(measured_again(document, {}, seed), "again.json")
+    assert bench("--compare", RESULTS, again) == 0
+    assert heading(capsys)[0] == "the same within noise"
+    slower = file(measured_again(document, {slow: 1.1}, seed), "slower.json")
+    assert bench("--compare", RESULTS, slower) == 1
+    found, printed = heading(capsys)
+    assert found == "1 slower, the same within noise"
+    assert f"{slow} slower" in printed
+    assert bench("--compare", slower, RESULTS) == 0  # faster is no reason to fail
+    assert heading(capsys)[0] == "1 faster, the same within noise"
+
+
+@needs_results
+def test_a_quick_run_is_compared_with_a_measured_result_of_all_cases(file, capsys):
+    document = report.load(RESULTS)
+    chosen = [case["name"] for case in run.list_cases("cuda", quick=True)]
+    kept = [case for case in document["cases"] if case["case"] in chosen]
+    assert 10 < len(kept) < len(document["cases"])
+    part = {**document, "cases": kept}
+    slow = of_steady_cases(part)[0]
+    assert bench("--compare", RESULTS, file(measured_again(part, {}), "quick.json")) == 0
+    found, printed = heading(capsys)
+    assert found == "the same within noise"
+    assert f"{len(document['cases']) - len(kept)} only in the old result" in printed
+    assert bench("--compare", RESULTS, file(measured_again(part, {slow: 1.1}), "slower.json")) == 1
+    assert heading(capsys)[0] == "1 slower, the same within noise"
+
+
 @needs_matplotlib
 def test_loaded_results_are_shown_plotted_and_given_as_json(document, file, tmp_path, capsys):
     again = tmp_path / "again.json"
@@ -361,7 +436,7 @@ def test_the_page_is_made_and_checked(document, file, tmp_path):
 
 @needs_matplotlib
 @needs_script
-@pytest.mark.skipif(not RESULTS.exists(), reason="no results are committed")
+@needs_results
 def test_the_committed_page_is_up_to_date():
     check = page("--check")
     assert check.returncode == 0, check.stderr
