@@ -69,3 +69,27 @@ set_target_properties(ragged_attention_cuda PROPERTIES
   CUDA_SEPARABLE_COMPILATION OFF
   CUDA_RUNTIME_LIBRARY Static)
 target_compile_options(ragged_attention_cuda PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:--expt-relaxed-constexpr>)
+
+# Hopper's own kernels, for sm_90a alone.
+if("90a-real" IN_LIST RAGGED_ATTENTION_CUDA_ARCHITECTURES)
+  set(sm90_instantiations "")
+  foreach(dtype bf16 fp16)
+    foreach(head_dim 64 80 96 128 192 256)
+      list(APPEND sm90_instantiations src/ragged_flash_attention/sm90/instantiations/${dtype}_${head_dim}.cu)
+    endforeach()
+  endforeach()
+  add_library(ragged_attention_sm90 STATIC
+    src/common/cuda/sm90/tensor_map.cpp
+    src/ragged_flash_attention/sm90/dispatch.cpp
+    ${sm90_instantiations})
+  target_include_directories(ragged_attention_sm90 PUBLIC include src)
+  target_link_libraries(ragged_attention_sm90 PUBLIC CUDA::cudart_static PRIVATE ragged_attention_cutlass
+                        ragged_attention_warnings)
+  set_target_properties(ragged_attention_sm90 PROPERTIES
+    CUDA_ARCHITECTURES OFF CUDA_SEPARABLE_COMPILATION OFF CUDA_RUNTIME_LIBRARY Static)
+  target_compile_options(ragged_attention_sm90 PRIVATE
+    $<$<COMPILE_LANGUAGE:CUDA>:--generate-code=arch=compute_90a,code=sm_90a --expt-relaxed-constexpr>)
+  target_link_libraries(ragged_attention_cuda PUBLIC ragged_attention_sm90)
+else()
+  target_sources(ragged_attention_cuda PRIVATE src/common/sm90_absent.cpp)
+endif()

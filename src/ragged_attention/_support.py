@@ -13,7 +13,7 @@ class Support(NamedTuple):
     """The answer of :func:`supports`."""
 
     ok: bool  #: whether a call would run
-    path: str  #: "cpu", "cuda_portable" or "none"
+    path: str  #: "cpu", "cuda_portable", "cuda_sm90" or "none"
     reason: str  #: why this path; or why none, and the way out
 
 

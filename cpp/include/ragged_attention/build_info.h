@@ -26,7 +26,8 @@ struct CudaDeviceInfo {
   int shared_memory_per_block = 0;  // bytes, with opt-in
   int l2_bytes = 0;
   std::int64_t memory_bytes = 0;
-  bool built_for = false;  // whether this build has machine code that runs there
+  bool built_for = false;       // whether this build has machine code that runs there
+  bool built_for_sm90 = false;  // and Hopper's own kernels among it
 };
 
 // Empty in a build without CUDA kernels and on a machine without a GPU or a driver; `problem` then says why.

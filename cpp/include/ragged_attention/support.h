@@ -19,7 +19,7 @@ struct SupportQuery {
   std::int64_t group = 1;  // num_q_heads / num_kv_heads
 };
 
-enum class Path : std::int32_t { kNone, kCpu, kCudaPortable };
+enum class Path : std::int32_t { kNone, kCpu, kCudaPortable, kCudaSm90 };
 
 struct Support {
   bool ok = false;
@@ -30,7 +30,7 @@ struct Support {
 // Throws CudaError where the driver cannot answer; runs nothing on the device.
 Support supports(const SupportQuery& query);
 
-// "cpu", "cuda_portable", "none"
+// "cpu", "cuda_portable", "cuda_sm90", "none"
 const char* path_name(Path path);
 
 }  // namespace ragged_attention

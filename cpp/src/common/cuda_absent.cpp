@@ -20,6 +20,7 @@ bool cuda_stream_is_capturing(int, void*) { refuse(); }
 std::int64_t cuda_first_bad(const OffsetsCheck&, int, void*, Evidence*) { refuse(); }
 std::int64_t cuda_first_bad(const SelectionCheck&, int, void*, Evidence*) { refuse(); }
 void ragged_flash_attention_cuda(const RaggedParams&, int, void*) { refuse(); }
+bool ragged_flash_attention_sm90(const RaggedParams&, int, void*) { refuse(); }
 void qsa_sparse_attention_cuda(const QsaParams&, int, void*, std::optional<std::int64_t>, std::optional<std::int64_t>) {
   refuse();
 }

@@ -12,6 +12,14 @@ constexpr std::int64_t kMaxHeadDim = 256;
 
 std::string architecture(int major, int minor) { return "sm_" + std::to_string(major) + std::to_string(minor); }
 
+bool has_sm90_kernel(const SupportQuery& query) {
+  if (query.operation != Operation::kRaggedFlashAttention || query.dtype == kFloat32) return false;
+  for (const std::int64_t head_dim : {64, 72, 80, 96, 128, 192, 256}) {
+    if (query.head_dim == head_dim) return true;
+  }
+  return false;
+}
+
 // The path, and the reason if somebody wants to read it: a call that runs asks on every launch and reads none.
 Path decide(const SupportQuery& query, std::string* reason) {
   const auto refused = [&](auto&& text) {
@@ -56,6 +64,10 @@ Path decide(const SupportQuery& query, std::string* reason) {
              std::to_string(info.minor) + "-real, or pass CPU tensors";
     });
   }
+  if (info.built_for_sm90 && has_sm90_kernel(query)) {
+    if (reason != nullptr) *reason = "Hopper kernel on " + architecture(info.major, info.minor);
+    return Path::kCudaSm90;
+  }
   if (reason != nullptr) *reason = "portable CUDA kernel on " + architecture(info.major, info.minor);
   return Path::kCudaPortable;
 }
@@ -68,6 +80,8 @@ const char* path_name(Path path) {
       return "cpu";
     case Path::kCudaPortable:
       return "cuda_portable";
+    case Path::kCudaSm90:
+      return "cuda_sm90";
     default:
       return "none";
   }

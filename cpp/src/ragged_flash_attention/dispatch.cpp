@@ -17,7 +17,7 @@ void ragged_flash_attention(const RaggedFlashAttentionArguments& arguments) {
   if (!params.has_output()) return;
   if (path == Path::kCpu) {
     ragged_flash_attention_cpu(params);
-  } else {
+  } else if (path != Path::kCudaSm90 || !ragged_flash_attention_sm90(params, device.index, arguments.stream)) {
     ragged_flash_attention_cuda(params, device.index, arguments.stream);
   }
 }

@@ -16,9 +16,11 @@ constexpr std::int64_t kMaxGrid = 0x7fffffff;
 
 // One launch of `kernel` (a __global__ function of one argument) with `work` blocks on the current device. `kernel` is
 // a template argument so that each has its own memory of the devices where its shared memory was raised.
+// `beside_previous`: it may start once every block of the stream's previous kernel has allowed it to, and waits for its
+// end itself (programmatic dependent launch).
 template <auto kernel, typename Params>
 void launch(const Params& params, std::int64_t work, int threads, int shared_bytes, int device, cudaStream_t stream,
-            const char* doing) {
+            const char* doing, bool beside_previous = false) {
   constexpr int kDefaultShared = 48 * 1024;
   if (shared_bytes > kDefaultShared) {
     static std::atomic<int> raised[64] = {};  // bytes, by device
@@ -35,6 +37,11 @@ void launch(const Params& params, std::int64_t work, int threads, int shared_byt
   config.blockDim = dim3(static_cast<unsigned>(threads));
   config.dynamicSmemBytes = static_cast<std::size_t>(shared_bytes);
   config.stream = stream;
+  cudaLaunchAttribute attribute = {};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  config.attrs = &attribute;
+  config.numAttrs = beside_previous ? 1 : 0;
   check_cuda(cudaLaunchKernelEx(&config, kernel, params), doing);
 }
 

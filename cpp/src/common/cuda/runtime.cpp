@@ -40,8 +40,9 @@ int attribute(cudaDeviceAttr which, int device) {
   return value;
 }
 
-// Whether this build's machine code runs on a device of this compute capability.
-bool architecture_built(int major, int minor) {
+// Whether this build's machine code runs on a device of this compute capability; with `exactly`, whether code for that
+// very architecture and its own instructions ("90a") is there.
+bool architecture_built(int major, int minor, bool exactly) {
   // A list like "80-real;90a-real". Machine code runs on the same major version from its own minor version on; an
   // architecture-specific target ("90a") runs on exactly its own.
   const std::string& list = build_info().cuda_architectures;
@@ -53,7 +54,8 @@ bool architecture_built(int major, int minor) {
     const std::size_t digits = entry.find_first_not_of("0123456789");
     const int number = std::stoi(entry.substr(0, digits));
     const bool specific = digits != std::string::npos && entry[digits] == 'a';
-    if (number / 10 == major && (specific ? number % 10 == minor : number % 10 <= minor)) return true;
+    const bool same = number == major * 10 + minor;
+    if (specific ? same : !exactly && number / 10 == major && number % 10 <= minor) return true;
     begin = end + 1;
   }
   return false;
@@ -70,7 +72,8 @@ CudaDeviceInfo read_device_info(int device) {
   info.shared_memory_per_block = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
   info.l2_bytes = properties.l2CacheSize;
   info.memory_bytes = static_cast<std::int64_t>(properties.totalGlobalMem);
-  info.built_for = architecture_built(info.major, info.minor);
+  info.built_for = architecture_built(info.major, info.minor, false);
+  info.built_for_sm90 = info.major == 9 && architecture_built(info.major, info.minor, true);
   return info;
 }
 

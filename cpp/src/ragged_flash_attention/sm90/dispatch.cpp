@@ -1,0 +1,83 @@
+// Host side of the Hopper kernels: whether they take a call, and which instantiations.
+#include "common/cuda/runtime.h"
+#include "common/cuda/sm90/tensor_map.h"
+#include "common/cuda_host.h"
+#include "ragged_flash_attention/sm90/launch.h"
+
+// CUTLASS's element types by name alone: their headers are for the kernels.
+namespace cutlass {
+struct bfloat16_t;
+struct half_t;
+}  // namespace cutlass
+
+namespace ragged_attention {
+
+namespace {
+
+using sm90::MaskClass;
+
+bool tma_takes(const RaggedTensor& tensor, std::int64_t heads) {
+  return sm90::tma_takes(tensor.data, heads, tensor.row_stride, tensor.head_stride);
+}
+
+template <typename Element, int kHeadDim>
+void launch_both(const RaggedParams& params, int device, void* stream) {
+  // Only shapes are known here. Where they do not rule out a long sequence, the long kernel has to look.
+  const bool any_long = params.rows.total > sm90::kShortRows;
+  if (any_long) {
+    // Only D 128 has different tiles for the two classes.
+    if (kHeadDim == 128 && params.mask.kind == MaskKind::kNull) {
+      sm90::launch_ragged_long<Element, kHeadDim, kHeadDim == 128 ? MaskClass::kFull : MaskClass::kEdged>(
+          params, device, stream);
+    } else {
+      sm90::launch_ragged_long<Element, kHeadDim, MaskClass::kEdged>(params, device, stream);
+    }
+  }
+  sm90::launch_ragged_short<Element, kHeadDim>(params, any_long, device, stream);
+}
+
+template <typename Element>
+void dispatch_head_dim(const RaggedParams& params, int device, void* stream) {
+  switch (params.head_dim) {
+    case 64:
+      return launch_both<Element, 64>(params, device, stream);
+    case 72:  // the columns from 72 on arrive as zeros and are not stored
+    case 80:
+      return launch_both<Element, 80>(params, device, stream);
+    case 96:
+      return launch_both<Element, 96>(params, device, stream);
+    case 128:
+      return launch_both<Element, 128>(params, device, stream);
+    case 192:
+      return launch_both<Element, 192>(params, device, stream);
+    default:
+      return launch_both<Element, 256>(params, device, stream);
+  }
+}
+
+}  // namespace
+
+bool ragged_flash_attention_sm90(const RaggedParams& params, int device, void* stream) {
+  const RaggedTensor out{params.out, params.out_row_stride, params.out_head_stride};
+  // The softmax takes its maximum before it scales.
+  if (!(params.scale > 0)) return false;
+  if (!tma_takes(params.q, params.num_q_heads) || !tma_takes(params.k, params.num_kv_heads) ||
+      !tma_takes(params.v, params.num_kv_heads) || !tma_takes(out, params.num_q_heads)) {
+    return false;
+  }
+  // Coordinates and tile numbers are 32-bit.
+  constexpr std::int64_t kMost = (std::int64_t{1} << 30) - 1;
+  if (params.rows.total > kMost || params.rows.batch > kMost ||
+      (params.rows.total / 64 + params.rows.batch + 2) * params.num_q_heads > kMost) {
+    return false;
+  }
+  const DeviceGuard guard(device);
+  if (params.dtype == kBFloat16) {
+    dispatch_head_dim<cutlass::bfloat16_t>(params, device, stream);
+  } else {
+    dispatch_head_dim<cutlass::half_t>(params, device, stream);
+  }
+  return true;
+}
+
+}  // namespace ragged_attention

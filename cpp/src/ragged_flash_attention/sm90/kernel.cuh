@@ -1,0 +1,479 @@
+// Ragged flash attention for bfloat16 and float16 on Hopper.
+//
+// Schedule of one CTA, resident until the work is done: one producer warp, and TileShape::consumers warpgroups that own
+// 64 query rows each of a tile.
+//   Producer: finds 32 tiles at a time, one a lane, from the offsets on the device; for each tile loads Q, then K and V
+//     tile by tile through two rings of TMA stages. It runs ahead of the consumers, into the next tile as well.
+//   Consumers, for key tile t + 1: issue S = Q K[t + 1]^T, then O += P V[t]; while O is in flight, softmax of S; then P
+//     takes S's place. The exponentials of a tile so run under the products of the one before.
+//     With `turns`, a warpgroup waits for its turn to issue, so that one's softmax runs under the other's products.
+//   Epilogue: O / sum into Q's place in shared memory, from there by TMA, clipped at the sequence's end; LSE beside it.
+// Rows past the sequence's end arrive as zeros (tensor_map.h), so nothing of another sequence is ever multiplied.
+// Key tiles start at the first key that the tile's first row sees: bits depend on the sequence alone.
+#pragma once
+
+#include <type_traits>
+
+#include "common/cuda/launch.h"
+#include "common/cuda/sm90/tma.cuh"
+#include "common/cuda/sm90/wgmma.cuh"
+#include "common/cuda_host.h"
+#include "ragged_flash_attention/sm90/launch.h"
+#include "ragged_flash_attention/sm90/schedule.h"
+#include "ragged_flash_attention/sm90/softmax.cuh"
+
+namespace ragged_attention::sm90 {
+
+struct RaggedKernelParams {
+  CUtensorMap q, k, v, out;
+  RaggedRows rows;
+  Mask mask;
+  float* lse;  // null when not wanted
+  std::int64_t lse_row_stride, lse_head_stride;
+  float scale_log2;  // scale * log2(e), positive
+  std::int32_t num_heads, group, band;
+};
+
+template <typename Element_, int kHeadDim_, bool kLong, MaskClass kMaskClass>
+struct RaggedTraits {
+  using Element = Element_;
+  static constexpr int kHeadDim = kHeadDim_;
+  static constexpr TileShape shape() {
+    if constexpr (kLong)
+      return LongTile<kHeadDim, kMaskClass>::kShape;
+    else
+      return ShortTile<kHeadDim>::kShape;
+  }
+  static constexpr TileShape kShape = shape();
+  static constexpr int kConsumers = kShape.consumers, kBlockM = 64 * kConsumers, kBlockN = kShape.block_n;
+  static constexpr int kStages = kShape.stages, kQStages = kShape.q_stages;
+  static constexpr int kBlocks = (kHeadDim + kBlockColumns - 1) / kBlockColumns;  // of 64 columns
+  using Schedule = std::conditional_t<kLong, sm90::Schedule<kBlockM, kShortRows, 0x7fffffff>,
+                                      sm90::Schedule<kBlockM, 0, kShortRows>>;
+
+  // setmaxnreg moves registers between whole warpgroups, so with it the producer is one too (three of its warps sleep).
+  static constexpr bool kMovesRegisters = kConsumers > 1;
+  static constexpr int kProducerThreads = kMovesRegisters ? 128 : 32;
+  static constexpr int kThreads = 128 * kConsumers + kProducerThreads;
+  // Together no more than the launch allocates, 168 or 128 for every thread: setmaxnreg waits for ever for the rest.
+  static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : 40;
+  static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : 232;
+  static_assert(!kMovesRegisters || kConsumers * kConsumerRegisters + kProducerRegisters <=
+                                        (kConsumers + 1) * (65536 / kThreads / 8 * 8));
+
+  static_assert(kBlockN % 16 == 0 && kHeadDim % 16 == 0);
+};
+
+template <typename Traits>
+struct Shared {
+  using Element = typename Traits::Element;
+  // Blocks of 64 columns, each row 128 bytes: what one TMA box writes. O takes Q's place.
+  alignas(1024) Element q[Traits::kQStages][Traits::kBlocks][Traits::kBlockM][kBlockColumns];
+  alignas(1024) Element k[Traits::kStages][Traits::kBlocks][Traits::kBlockN][kBlockColumns];
+  alignas(1024) Element v[Traits::kStages][Traits::kBlocks][Traits::kBlockN][kBlockColumns];
+  // full: by the producer and its copies. empty: by each consumer warp (K, V), each consumer warpgroup (Q).
+  std::uint64_t q_full[Traits::kQStages], q_empty[Traits::kQStages];
+  std::uint64_t k_full[Traits::kStages], k_empty[Traits::kStages];
+  std::uint64_t v_full[Traits::kStages], v_empty[Traits::kStages];
+  Tile tile[Traits::kQStages];  // goes with q_full
+  Tile found[32];               // the producer's own
+};
+
+// Of bar.sync; one of each kind a warpgroup.
+enum NamedBarrier : std::uint32_t { kEpilogue = 0, kTurn = 3 };
+
+// One warp.
+template <typename Traits>
+struct Producer {
+  const RaggedKernelParams& params;
+  Shared<Traits>& shared;
+  Ring<Traits::kQStages> q_ring = {0, 1};  // the first wait for an empty stage passes
+  Ring<Traits::kStages> k_ring = {0, 1}, v_ring = {0, 1};
+
+  __device__ __forceinline__ void run() {
+    const typename Traits::Schedule schedule{params.rows, params.num_heads, params.band};
+    const auto items = static_cast<std::int32_t>(schedule.num_items());  // far enough under 2^31: the host sees to it
+    const auto ctas = static_cast<std::int32_t>(gridDim.x), cta = static_cast<std::int32_t>(blockIdx.x);
+    const auto lane = static_cast<std::int32_t>(threadIdx.x % 32);
+#pragma unroll 1
+    for (std::int32_t round = 0; round * ctas < items; round += 32) {
+      const std::int32_t item = item_of(round + lane, cta, ctas);
+      const Tile mine = item < items ? schedule.tile(item) : Tile{};
+      unsigned found = __ballot_sync(0xffffffff, mine.length > 0);
+      shared.found[lane] = mine;
+      __syncwarp();
+      if (lane == 0) {
+#pragma unroll 1
+        for (; found != 0; found &= found - 1) load(shared.found[__ffs(static_cast<int>(found)) - 1]);
+      }
+      __syncwarp();
+    }
+    if (lane == 0) {
+      Tile end;
+      end.length = -1;
+      announce(end);
+    }
+  }
+
+  // The consumers learn of a tile with its Q.
+  __device__ __forceinline__ void announce(const Tile& tile) {
+    Barrier::wait(&shared.q_empty[q_ring.index], q_ring.parity);
+    shared.tile[q_ring.index] = tile;
+    std::uint64_t* full = &shared.q_full[q_ring.index];
+    if (tile.length > 0 && tile.owned) {
+      Barrier::arrive_and_expect_tx(full, sizeof(shared.q[0]));
+#pragma unroll
+      for (int block = 0; block < Traits::kBlocks; ++block) {
+        load_box(params.q, full, shared.q[q_ring.index][block], block * kBlockColumns, tile.head, tile.begin,
+                 tile.length, tile.row);
+      }
+    } else {
+      Barrier::arrive(full);
+    }
+    q_ring.advance();
+  }
+
+  __device__ __forceinline__ void load(const Tile& tile) {
+    if (!tile.owned) {
+      announce(tile);
+      return;
+    }
+    const int kv_head = tile.head / params.group;
+    const KeyTiles keys = key_tiles<Traits::kBlockN>(params.mask, tile.length, tile.row, Traits::kBlockM);
+    const auto load_tile = [&](const CUtensorMap& map, auto& ring, auto& buffer, std::uint64_t* full,
+                               std::uint64_t* empty, int t) {
+      Barrier::wait(&empty[ring.index], ring.parity);
+      Barrier::arrive_and_expect_tx(&full[ring.index], sizeof(buffer[0]));
+#pragma unroll
+      for (int block = 0; block < Traits::kBlocks; ++block) {
+        load_box(map, &full[ring.index], buffer[ring.index][block], block * kBlockColumns, kv_head, tile.begin,
+                 tile.length, keys.begin + t * Traits::kBlockN);
+      }
+      ring.advance();
+    };
+    // In the order the consumers wait for them.
+    announce(tile);
+    load_tile(params.k, k_ring, shared.k, shared.k_full, shared.k_empty, 0);
+#pragma unroll 1
+    for (int t = 1; t < keys.count; ++t) {
+      load_tile(params.k, k_ring, shared.k, shared.k_full, shared.k_empty, t);
+      load_tile(params.v, v_ring, shared.v, shared.v_full, shared.v_empty, t - 1);
+    }
+    load_tile(params.v, v_ring, shared.v, shared.v_full, shared.v_empty, keys.count - 1);
+  }
+};
+
+// One warpgroup: 64 rows of each tile.
+template <typename Traits>
+struct Consumer {
+  using Element = typename Traits::Element;
+  static constexpr int kBlockN = Traits::kBlockN, kHeadDim = Traits::kHeadDim, kConsumers = Traits::kConsumers;
+
+  const RaggedKernelParams& params;
+  Shared<Traits>& shared;
+  int warpgroup, warp, lane;  // warp of the warpgroup
+  Ring<Traits::kQStages> q_ring;
+  Ring<Traits::kStages> k_ring, v_ring;
+
+  float scores[kBlockN / 2];
+  std::uint32_t probabilities[kBlockN / 4];  // pairs
+  float output[kHeadDim / 2];
+
+  __device__ __forceinline__ Consumer(const RaggedKernelParams& params_, Shared<Traits>& shared_)
+      : params(params_),
+        shared(shared_),
+        warpgroup(__shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / 128, 0)),
+        warp(static_cast<int>(threadIdx.x) / 32 % 4),
+        lane(static_cast<int>(threadIdx.x) % 32) {}
+
+  __device__ __forceinline__ void run() {
+    if (Traits::kShape.turns && warpgroup == kConsumers - 1) pass_turn();  // the first turn is warpgroup 0's
+    while (true) {
+      Barrier::wait(&shared.q_full[q_ring.index], q_ring.parity);
+      const Tile tile = shared.tile[q_ring.index];
+      if (tile.length < 0) return;
+      compute(tile);
+      q_ring.advance();
+    }
+  }
+
+  // --- Turns: warpgroup w waits at barrier w for the one before it.
+
+  __device__ __forceinline__ void take_turn() {
+    if constexpr (Traits::kShape.turns) cutlass::arch::NamedBarrier::sync(256, kTurn + warpgroup);
+  }
+  __device__ __forceinline__ void pass_turn() {
+    if constexpr (Traits::kShape.turns) {
+      cutlass::arch::NamedBarrier::arrive(256, kTurn + (warpgroup + 1 == kConsumers ? 0 : warpgroup + 1));
+    }
+  }
+
+  // --- Rings
+
+  __device__ __forceinline__ void wait_k() { Barrier::wait(&shared.k_full[k_ring.index], k_ring.parity); }
+  __device__ __forceinline__ void wait_v() { Barrier::wait(&shared.v_full[v_ring.index], v_ring.parity); }
+  __device__ __forceinline__ void release_k() {
+    if (lane == 0) Barrier::arrive(&shared.k_empty[k_ring.index]);
+    k_ring.advance();
+  }
+  __device__ __forceinline__ void release_v() {
+    if (lane == 0) Barrier::arrive(&shared.v_empty[v_ring.index]);
+    v_ring.advance();
+  }
+  // A tile of keys that only other warpgroups need. It has to be waited for all the same: an arrival ahead of it would
+  // count for the use before.
+  __device__ __forceinline__ void skip_tile() {
+    wait_k();
+    release_k();
+    wait_v();
+    release_v();
+  }
+
+  // --- Products, issued and committed; nothing waits here.
+
+  __device__ __forceinline__ void issue_scores() {
+    const std::uint64_t q = descriptor_k_major(shared_address(shared.q[q_ring.index][0][64 * warpgroup]));
+    const std::uint64_t k = descriptor_k_major(shared_address(shared.k[k_ring.index]));
+    pin(scores);
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < kHeadDim / 16; ++step) {
+      const std::uint64_t in_block = descriptor_step(step % 4 * 32);
+      wgmma_shared<Element, kBlockN>(scores, q + in_block + step / 4 * descriptor_step(sizeof(shared.q[0][0])),
+                                     k + in_block + step / 4 * descriptor_step(sizeof(shared.k[0][0])), step > 0);
+    }
+    wgmma_commit();
+    pin(scores);
+  }
+
+  __device__ __forceinline__ void issue_output(bool accumulate) {
+    const std::uint64_t v = descriptor_n_major(shared_address(shared.v[v_ring.index]), sizeof(shared.v[0][0]));
+    pin(output);
+    pin(probabilities);
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < kBlockN / 16; ++step) {
+      wgmma_registers<Element, kHeadDim>(output, &probabilities[4 * step],
+                                         v + step * descriptor_step(16 * kBlockRowBytes), accumulate || step > 0);
+    }
+    wgmma_commit();
+    pin(output);
+  }
+
+  // --- One tile of queries
+
+  __device__ __forceinline__ void compute(const Tile& tile) {
+    OnlineSoftmax softmax(params.scale_log2);
+    const int row = tile.row + 64 * warpgroup;  // of the sequence
+    bool empty = true;
+    if (tile.owned) {
+      const KeyTiles keys = key_tiles<kBlockN>(params.mask, tile.length, tile.row, Traits::kBlockM);
+      const KeySpan span = key_span<kBlockN>(params.mask, tile.length, row, 64, keys.begin);
+      empty = span.first_tile == span.last_tile;
+      // Every warpgroup takes a turn for each tile but the first, whatever it needs of the keys, and in step with them.
+#pragma unroll 1
+      for (int t = 0; t < span.first_tile; ++t) {
+        skip_tile();
+        take_turn();
+        pass_turn();
+      }
+      if (!empty) {
+        float factor[2];
+        int key = keys.begin + span.first_tile * kBlockN;
+        wait_k();
+        issue_scores();
+        wgmma_wait<0>();
+        pin(scores);
+        release_k();
+        mask(tile, row, key, span);
+        softmax.update(scores, factor);
+        pack_all<Element>(scores, probabilities);
+        bool accumulate = false;
+#pragma unroll 1
+        for (int t = span.first_tile + 1; t < span.last_tile; ++t) {
+          key += kBlockN;
+          wait_k();
+          take_turn();
+          issue_scores();
+          wait_v();
+          issue_output(accumulate);
+          accumulate = true;
+          pass_turn();
+          wgmma_wait<1>();
+          pin(scores);
+          release_k();
+          mask(tile, row, key, span);
+          softmax.update(scores, factor);
+          wgmma_wait<0>();
+          pin(output);
+          pin(probabilities);
+          release_v();
+          pack_all<Element>(scores, probabilities);
+          scale_rows(output, factor);
+        }
+        wait_v();
+        issue_output(accumulate);
+        softmax.finish();
+        wgmma_wait<0>();
+        pin(output);
+        pin(probabilities);
+        release_v();
+      }
+#pragma unroll 1
+      for (int t = span.last_tile; t < keys.count; ++t) {
+        if (t > 0) {
+          take_turn();
+          pass_turn();
+        }
+        skip_tile();
+      }
+    }
+    if (row < tile.length) {
+      store(tile, row, softmax, empty);
+    } else {
+      cutlass::arch::NamedBarrier::sync(128, kEpilogue + warpgroup);  // all warps have read `tile`
+    }
+    release_q();
+  }
+
+  __device__ __forceinline__ void mask(const Tile& tile, int row, int key, const KeySpan& span) {
+    if (key >= span.full_begin && key + kBlockN <= span.full_end) return;
+    int lo[2], hi[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int mine = min(row + 16 * warp + lane / 4 + 8 * r, tile.length - 1);
+      const int column = key + lane % 4 * 2;
+      lo[r] = params.mask.lo(mine, tile.length) - column;
+      hi[r] = params.mask.hi(mine, tile.length) - column;
+    }
+    mask_rows(scores, lo, hi);
+  }
+
+  // O / sum to shared memory, in Q's place, and on by TMA; the LSE straight from registers.
+  __device__ __forceinline__ void store(const Tile& tile, int row, const OnlineSoftmax& softmax, bool empty) {
+    const float inverse[2] = {softmax.inverse(0), softmax.inverse(1)};
+    scale_rows(output, inverse);
+    const std::uint32_t keep = empty ? 0 : 0xffffffff;  // where there were no keys, `output` is what the last tile left
+    if (params.lse != nullptr && lane % 4 == 0) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int mine = row + 16 * warp + lane / 4 + 8 * r;
+        if (mine < tile.length) {
+          params.lse[(std::int64_t{tile.begin} + mine) * params.lse_row_stride + tile.head * params.lse_head_stride] =
+              softmax.lse(r);
+        }
+      }
+    }
+    cutlass::arch::NamedBarrier::sync(128, kEpilogue + warpgroup);  // the other warps' products have read Q
+    // stmatrix: four 8 x 8 matrices, rows 0-7 and 8-15 of two chunks of 8 columns; lane i gives the address of row i % 8
+    // of matrix i / 8. The 16-byte chunks of a row are swizzled by the row.
+    const int in_warp = lane % 16;
+    const int chunk_of_lane = lane / 16;
+    const std::uint32_t rows =
+        shared_address(shared.q[q_ring.index][0][64 * warpgroup + 16 * warp + in_warp]);
+#pragma unroll
+    for (int chunk = 0; chunk < kHeadDim / 8; chunk += 2) {
+      const std::uint32_t address = rows + chunk / 8 * sizeof(shared.q[0][0]) +
+                                    (((chunk % 8 + chunk_of_lane) ^ (in_warp % 8)) * 16);
+      const std::uint32_t a = pack<Element>(output[4 * chunk], output[4 * chunk + 1]) & keep;
+      const std::uint32_t b = pack<Element>(output[4 * chunk + 2], output[4 * chunk + 3]) & keep;
+      const std::uint32_t c = pack<Element>(output[4 * chunk + 4], output[4 * chunk + 5]) & keep;
+      const std::uint32_t d = pack<Element>(output[4 * chunk + 6], output[4 * chunk + 7]) & keep;
+      asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b),
+                   "r"(c), "r"(d)
+                   : "memory");
+    }
+    cutlass::arch::fence_view_async_shared();
+    cutlass::arch::NamedBarrier::sync(128, kEpilogue + warpgroup);
+    if (warp == 0 && lane == 0) {
+#pragma unroll
+      for (int block = 0; block < Traits::kBlocks; ++block) {
+        store_box(params.out, shared.q[q_ring.index][block][64 * warpgroup], block * kBlockColumns, tile.head,
+                  tile.begin, tile.length, row);
+      }
+      cute::tma_store_arrive();
+    }
+  }
+
+  // By the thread that stores, once the copies have read shared memory.
+  __device__ __forceinline__ void release_q() {
+    if (warp == 0 && lane == 0) {
+      cute::tma_store_wait<0>();
+      Barrier::arrive(&shared.q_empty[q_ring.index]);
+    }
+  }
+};
+
+template <typename Traits>
+__global__ void __launch_bounds__(Traits::kThreads, Traits::kShape.ctas)
+    ragged_kernel(const __grid_constant__ RaggedKernelParams params) {
+  extern __shared__ __align__(1024) unsigned char shared_bytes[];
+  auto& shared = *reinterpret_cast<Shared<Traits>*>(shared_bytes);
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < Traits::kQStages; ++i) {
+      Barrier::init(&shared.q_full[i], 1);
+      Barrier::init(&shared.q_empty[i], Traits::kConsumers);
+    }
+    for (int i = 0; i < Traits::kStages; ++i) {
+      Barrier::init(&shared.k_full[i], 1);
+      Barrier::init(&shared.k_empty[i], 4 * Traits::kConsumers);
+      Barrier::init(&shared.v_full[i], 1);
+      Barrier::init(&shared.v_empty[i], 4 * Traits::kConsumers);
+    }
+    cutlass::arch::fence_barrier_init();
+  }
+  __syncthreads();
+  cudaTriggerProgrammaticLaunchCompletion();
+  if (threadIdx.x >= 128 * Traits::kConsumers) {
+    if constexpr (Traits::kMovesRegisters) cutlass::arch::warpgroup_reg_dealloc<Traits::kProducerRegisters>();
+    if (threadIdx.x < 128 * Traits::kConsumers + 32) Producer<Traits>{params, shared}.run();
+  } else {
+    if constexpr (Traits::kMovesRegisters) cutlass::arch::warpgroup_reg_alloc<Traits::kConsumerRegisters>();
+    Consumer<Traits>(params, shared).run();
+  }
+  // The kernel before this one may still be at work; whatever comes next on the stream waits for this one alone.
+  cudaGridDependencySynchronize();
+}
+
+template <typename Traits>
+void launch_ragged(const RaggedParams& params, bool after_long, int device, StreamHandle stream) {
+  RaggedKernelParams kernel_params;
+  const bool is_bfloat16 = params.dtype == kBFloat16;
+  const auto encode = [&](CUtensorMap* map, const void* data, std::int64_t row_stride, std::int64_t head_stride,
+                          std::int64_t heads, int box_rows) {
+    encode_ragged(map, data, is_bfloat16, params.rows.total, heads, params.head_dim, row_stride, head_stride, box_rows);
+  };
+  encode(&kernel_params.q, params.q.data, params.q.row_stride, params.q.head_stride, params.num_q_heads,
+         Traits::kBlockM);
+  encode(&kernel_params.k, params.k.data, params.k.row_stride, params.k.head_stride, params.num_kv_heads,
+         Traits::kBlockN);
+  encode(&kernel_params.v, params.v.data, params.v.row_stride, params.v.head_stride, params.num_kv_heads,
+         Traits::kBlockN);
+  encode(&kernel_params.out, params.out, params.out_row_stride, params.out_head_stride, params.num_q_heads, 64);
+  kernel_params.rows = params.rows;
+  kernel_params.mask = params.mask;
+  kernel_params.lse = params.lse;
+  kernel_params.lse_row_stride = params.lse_row_stride;
+  kernel_params.lse_head_stride = params.lse_head_stride;
+  kernel_params.scale_log2 = params.scale * 1.4426950408889634f;
+  kernel_params.num_heads = params.num_q_heads;
+  kernel_params.group = params.group();
+  kernel_params.band = heads_in_band(params.rows, params.mask, params.num_kv_heads, params.group(), params.head_dim);
+  const typename Traits::Schedule schedule{params.rows, params.num_q_heads, kernel_params.band};
+  const int resident = cuda_device_info(device).num_multiprocessors * Traits::kShape.ctas;
+  const std::int64_t ctas = std::min<std::int64_t>(schedule.num_items(), resident);
+  launch<ragged_kernel<Traits>>(kernel_params, ctas, Traits::kThreads, sizeof(Shared<Traits>), device,
+                                static_cast<cudaStream_t>(stream), "launching ragged_flash_attention", after_long);
+}
+
+template <typename Element, int kHeadDim, MaskClass kMaskClass>
+void launch_ragged_long(const RaggedParams& params, int device, StreamHandle stream) {
+  launch_ragged<RaggedTraits<Element, kHeadDim, true, kMaskClass>>(params, false, device, stream);
+}
+
+template <typename Element, int kHeadDim>
+void launch_ragged_short(const RaggedParams& params, bool after_long, int device, StreamHandle stream) {
+  launch_ragged<RaggedTraits<Element, kHeadDim, false, MaskClass::kEdged>>(params, after_long, device, stream);
+}
+
+}  // namespace ragged_attention::sm90

@@ -1,0 +1,22 @@
+// One launch declaration for each instantiation of the Hopper kernels; instantiations/ defines them.
+#pragma once
+
+#include "ragged_flash_attention/params.h"
+#include "ragged_flash_attention/sm90/config.h"
+
+namespace ragged_attention::sm90 {
+
+using StreamHandle = void*;
+
+// Element: cutlass::bfloat16_t or cutlass::half_t. kHeadDim is the bucket; params.head_dim may be smaller.
+//
+// Sequences of more than kShortRows rows.
+template <typename Element, int kHeadDim, MaskClass kMaskClass>
+void launch_ragged_long(const RaggedParams& params, int device, StreamHandle stream);
+
+// All other rows, those of no sequence included. `after_long`: the long kernel has just been launched on the same
+// stream; this one may start beside it.
+template <typename Element, int kHeadDim>
+void launch_ragged_short(const RaggedParams& params, bool after_long, int device, StreamHandle stream);
+
+}  // namespace ragged_attention::sm90

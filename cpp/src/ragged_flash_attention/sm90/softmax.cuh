@@ -1,0 +1,103 @@
+// Online softmax on a warpgroup's accumulator of scores: each thread has two rows (wgmma.cuh says which elements).
+#pragma once
+
+#include <cutlass/bfloat16.h>
+#include <cutlass/half.h>
+
+#include <cstdint>
+#include <type_traits>
+
+namespace ragged_attention::sm90 {
+
+__device__ __forceinline__ float exp2_approx(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// Rounded to nearest even, `low` in the low half.
+template <typename Element>
+__device__ __forceinline__ std::uint32_t pack(float low, float high) {
+  std::uint32_t packed;
+  if constexpr (std::is_same_v<Element, cutlass::bfloat16_t>) {
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  } else {
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  }
+  return packed;
+}
+
+template <typename Element, int kSize>
+__device__ __forceinline__ void pack_all(const float (&from)[kSize], std::uint32_t (&to)[kSize / 2]) {
+#pragma unroll
+  for (int i = 0; i < kSize / 2; ++i) to[i] = pack<Element>(from[2 * i], from[2 * i + 1]);
+}
+
+// Multiplies row r of an accumulator by factor[r].
+template <int kSize>
+__device__ __forceinline__ void scale_rows(float (&accumulator)[kSize], const float (&factor)[2]) {
+#pragma unroll
+  for (int i = 0; i < kSize; ++i) accumulator[i] *= factor[i / 2 % 2];
+}
+
+// Scores outside [lo[r], hi[r]), counted from the thread's first column, become -inf.
+template <int kSize>
+__device__ __forceinline__ void mask_rows(float (&scores)[kSize], const int (&lo)[2], const int (&hi)[2]) {
+#pragma unroll
+  for (int i = 0; i < kSize; ++i) {
+    const int column = i / 4 * 8 + i % 2, r = i / 2 % 2;
+    if (column < lo[r] || column >= hi[r]) scores[i] = -INFINITY;
+  }
+}
+
+struct OnlineSoftmax {
+  float scale_log2;  // positive; scores are multiplied by it on the way into exp2
+  float maximum[2] = {-INFINITY, -INFINITY};
+  float sum[2] = {0.0f, 0.0f};  // of this thread's columns
+
+  __device__ explicit OnlineSoftmax(float scale) : scale_log2(scale) {}
+
+  // Scores become exp(scale (score - maximum)), and the sums take them in. `factor`: what turns earlier results into
+  // terms of the new maximum.
+  template <int kSize>
+  __device__ __forceinline__ void update(float (&scores)[kSize], float (&factor)[2]) {
+    float offset[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float largest = maximum[r];
+#pragma unroll
+      for (int i = 0; i < kSize / 2; ++i) largest = fmaxf(largest, scores[i / 2 * 4 + r * 2 + i % 2]);
+      largest = fmaxf(largest, __shfl_xor_sync(0xffffffff, largest, 1));
+      largest = fmaxf(largest, __shfl_xor_sync(0xffffffff, largest, 2));
+      // A row that has seen nothing yet: -inf - -inf would be NaN.
+      offset[r] = largest == -INFINITY ? 0.0f : largest * scale_log2;
+      factor[r] = exp2_approx(maximum[r] * scale_log2 - offset[r]);
+      maximum[r] = largest;
+      sum[r] *= factor[r];
+    }
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) scores[i] = exp2_approx(__fmaf_rn(scores[i], scale_log2, -offset[i / 2 % 2]));
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) sum[i / 2 % 2] += scores[i];
+  }
+
+  // Adds up the sums of the four threads of a row.
+  __device__ __forceinline__ void finish() {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      sum[r] += __shfl_xor_sync(0xffffffff, sum[r], 1);
+      sum[r] += __shfl_xor_sync(0xffffffff, sum[r], 2);
+    }
+  }
+
+  // 0 for a row that saw nothing; NaN stays NaN.
+  __device__ __forceinline__ float inverse(int r) const { return sum[r] == 0.0f ? 0.0f : 1.0f / sum[r]; }
+
+  // Natural log of the sum of exp of the scaled scores; -inf for a row that saw nothing.
+  __device__ __forceinline__ float lse(int r) const {
+    constexpr float kLn2 = 0.6931471805599453f;
+    return sum[r] == 0.0f ? -INFINITY : (maximum[r] * scale_log2 + __log2f(sum[r])) * kLn2;
+  }
+};
+
+}  // namespace ragged_attention::sm90
