@@ -80,6 +80,7 @@ if("90a-real" IN_LIST RAGGED_ATTENTION_CUDA_ARCHITECTURES)
   endforeach()
   add_library(ragged_attention_sm90 STATIC
     src/common/cuda/sm90/tensor_map.cpp
+    src/common/cuda/sm90/tickets.cu
     src/ragged_flash_attention/sm90/dispatch.cpp
     ${sm90_instantiations})
   target_include_directories(ragged_attention_sm90 PUBLIC include src)

@@ -15,6 +15,7 @@
 #include <type_traits>
 
 #include "common/cuda/launch.h"
+#include "common/cuda/sm90/tickets.h"
 #include "common/cuda/sm90/tma.cuh"
 #include "common/cuda/sm90/wgmma.cuh"
 #include "common/cuda_host.h"
@@ -31,7 +32,8 @@ struct RaggedKernelParams {
   float* lse;  // null when not wanted
   std::int64_t lse_row_stride, lse_head_stride;
   float scale_log2;  // scale * log2(e), positive
-  std::int32_t num_heads, group, band;
+  std::int32_t num_heads, group, band, unit_heads;
+  TicketCounter* tickets;  // null: units in a fixed order
 };
 
 template <typename Element_, int kHeadDim_, bool kLong, MaskClass kMaskClass>
@@ -56,8 +58,8 @@ struct RaggedTraits {
   static constexpr int kProducerThreads = kMovesRegisters ? 128 : 32;
   static constexpr int kThreads = 128 * kConsumers + kProducerThreads;
   // Together no more than the launch allocates, 168 or 128 for every thread: setmaxnreg waits for ever for the rest.
-  static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : 40;
-  static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : 232;
+  static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : 56;
+  static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : 224;
   static_assert(!kMovesRegisters || kConsumers * kConsumerRegisters + kProducerRegisters <=
                                         (kConsumers + 1) * (65536 / kThreads / 8 * 8));
 
@@ -90,23 +92,33 @@ struct Producer {
   Ring<Traits::kQStages> q_ring = {0, 1};  // the first wait for an empty stage passes
   Ring<Traits::kStages> k_ring = {0, 1}, v_ring = {0, 1};
 
-  __device__ __forceinline__ void run() {
-    const typename Traits::Schedule schedule{params.rows, params.num_heads, params.band};
-    const auto items = static_cast<std::int32_t>(schedule.num_items());  // far enough under 2^31: the host sees to it
+  __device__ __forceinline__ void run(const typename Traits::Schedule& schedule) {
+    const auto units = static_cast<std::int32_t>(schedule.num_units());
     const auto ctas = static_cast<std::int32_t>(gridDim.x), cta = static_cast<std::int32_t>(blockIdx.x);
     const auto lane = static_cast<std::int32_t>(threadIdx.x % 32);
+    std::int32_t window = -1;  // `found` has the tiles of the ids window, window - 1, ..., window - 31
+    std::int32_t number = cta;
 #pragma unroll 1
-    for (std::int32_t round = 0; round * ctas < items; round += 32) {
-      const std::int32_t item = item_of(round + lane, cta, ctas);
-      const Tile mine = item < items ? schedule.tile(item) : Tile{};
-      unsigned found = __ballot_sync(0xffffffff, mine.length > 0);
-      shared.found[lane] = mine;
-      __syncwarp();
+    for (std::int32_t round = 1; number < units; ++round) {
+      // Drawn early: the answer takes a microsecond, and is there when this unit's loads are under way.
+      std::int32_t next = 0;
+      if (params.tickets == nullptr) {
+        next = static_unit(round, cta, ctas);
+      } else if (lane == 0) {
+        next = ctas + static_cast<std::int32_t>(atomicAdd(&params.tickets->drawn, 1));
+      }
+      const Unit unit = schedule.unit(number);
+      if (unit.id > window || unit.id <= window - 32) {
+        window = unit.id;
+        shared.found[lane] = window >= lane ? schedule.tile(window - lane) : Tile{};
+        __syncwarp();
+      }
       if (lane == 0) {
-#pragma unroll 1
-        for (; found != 0; found &= found - 1) load(shared.found[__ffs(static_cast<int>(found)) - 1]);
+        const Tile tile = shared.found[window - unit.id];
+        if (tile.length > 0) load(tile, unit.head);
       }
       __syncwarp();
+      number = __shfl_sync(0xffffffff, next, 0);
     }
     if (lane == 0) {
       Tile end;
@@ -133,12 +145,9 @@ struct Producer {
     q_ring.advance();
   }
 
-  __device__ __forceinline__ void load(const Tile& tile) {
-    if (!tile.owned) {
-      announce(tile);
-      return;
-    }
-    const int kv_head = tile.head / params.group;
+  __device__ __forceinline__ void load(Tile tile, int first_head) {
+    tile.head = first_head;
+    const int kv_head = first_head / params.group;
     const KeyTiles keys = key_tiles<Traits::kBlockN>(params.mask, tile.length, tile.row, Traits::kBlockM);
     const auto load_tile = [&](const CUtensorMap& map, auto& ring, auto& buffer, std::uint64_t* full,
                                std::uint64_t* empty, int t) {
@@ -151,15 +160,22 @@ struct Producer {
       }
       ring.advance();
     };
-    // In the order the consumers wait for them.
-    announce(tile);
-    load_tile(params.k, k_ring, shared.k, shared.k_full, shared.k_empty, 0);
+    // Where all the keys fit, they are loaded once for all heads.
+    const bool fits = keys.count <= Traits::kStages;
 #pragma unroll 1
-    for (int t = 1; t < keys.count; ++t) {
-      load_tile(params.k, k_ring, shared.k, shared.k_full, shared.k_empty, t);
-      load_tile(params.v, v_ring, shared.v, shared.v_full, shared.v_empty, t - 1);
+    for (int i = 0; i < params.unit_heads; ++i, ++tile.head) {
+      tile.keeps_kv = tile.owned && fits && i + 1 < params.unit_heads;
+      announce(tile);
+      if (!tile.owned || (fits && i > 0)) continue;
+      // In the order the consumers wait for them.
+      load_tile(params.k, k_ring, shared.k, shared.k_full, shared.k_empty, 0);
+#pragma unroll 1
+      for (int t = 1; t < keys.count; ++t) {
+        load_tile(params.k, k_ring, shared.k, shared.k_full, shared.k_empty, t);
+        load_tile(params.v, v_ring, shared.v, shared.v_full, shared.v_empty, t - 1);
+      }
+      load_tile(params.v, v_ring, shared.v, shared.v_full, shared.v_empty, keys.count - 1);
     }
-    load_tile(params.v, v_ring, shared.v, shared.v_full, shared.v_empty, keys.count - 1);
   }
 };
 
@@ -212,21 +228,21 @@ struct Consumer {
 
   __device__ __forceinline__ void wait_k() { Barrier::wait(&shared.k_full[k_ring.index], k_ring.parity); }
   __device__ __forceinline__ void wait_v() { Barrier::wait(&shared.v_full[v_ring.index], v_ring.parity); }
-  __device__ __forceinline__ void release_k() {
-    if (lane == 0) Barrier::arrive(&shared.k_empty[k_ring.index]);
+  __device__ __forceinline__ void release_k(const Tile& tile) {
+    if (lane == 0 && !tile.keeps_kv) Barrier::arrive(&shared.k_empty[k_ring.index]);
     k_ring.advance();
   }
-  __device__ __forceinline__ void release_v() {
-    if (lane == 0) Barrier::arrive(&shared.v_empty[v_ring.index]);
+  __device__ __forceinline__ void release_v(const Tile& tile) {
+    if (lane == 0 && !tile.keeps_kv) Barrier::arrive(&shared.v_empty[v_ring.index]);
     v_ring.advance();
   }
   // A tile of keys that only other warpgroups need. It has to be waited for all the same: an arrival ahead of it would
   // count for the use before.
-  __device__ __forceinline__ void skip_tile() {
+  __device__ __forceinline__ void skip_tile(const Tile& tile) {
     wait_k();
-    release_k();
+    release_k(tile);
     wait_v();
-    release_v();
+    release_v(tile);
   }
 
   // --- Products, issued and committed; nothing waits here.
@@ -266,6 +282,8 @@ struct Consumer {
     OnlineSoftmax softmax(params.scale_log2);
     const int row = tile.row + 64 * warpgroup;  // of the sequence
     bool empty = true;
+    const auto first_k = k_ring;
+    const auto first_v = v_ring;
     if (tile.owned) {
       const KeyTiles keys = key_tiles<kBlockN>(params.mask, tile.length, tile.row, Traits::kBlockM);
       const KeySpan span = key_span<kBlockN>(params.mask, tile.length, row, 64, keys.begin);
@@ -273,7 +291,7 @@ struct Consumer {
       // Every warpgroup takes a turn for each tile but the first, whatever it needs of the keys, and in step with them.
 #pragma unroll 1
       for (int t = 0; t < span.first_tile; ++t) {
-        skip_tile();
+        skip_tile(tile);
         take_turn();
         pass_turn();
       }
@@ -284,7 +302,7 @@ struct Consumer {
         issue_scores();
         wgmma_wait<0>();
         pin(scores);
-        release_k();
+        release_k(tile);
         mask(tile, row, key, span);
         softmax.update(scores, factor);
         pack_all<Element>(scores, probabilities);
@@ -301,13 +319,13 @@ struct Consumer {
           pass_turn();
           wgmma_wait<1>();
           pin(scores);
-          release_k();
+          release_k(tile);
           mask(tile, row, key, span);
           softmax.update(scores, factor);
           wgmma_wait<0>();
           pin(output);
           pin(probabilities);
-          release_v();
+          release_v(tile);
           pack_all<Element>(scores, probabilities);
           scale_rows(output, factor);
         }
@@ -317,7 +335,7 @@ struct Consumer {
         wgmma_wait<0>();
         pin(output);
         pin(probabilities);
-        release_v();
+        release_v(tile);
       }
 #pragma unroll 1
       for (int t = span.last_tile; t < keys.count; ++t) {
@@ -325,8 +343,12 @@ struct Consumer {
           take_turn();
           pass_turn();
         }
-        skip_tile();
+        skip_tile(tile);
       }
+    }
+    if (tile.keeps_kv) {
+      k_ring = first_k;
+      v_ring = first_v;
     }
     if (row < tile.length) {
       store(tile, row, softmax, empty);
@@ -404,6 +426,16 @@ struct Consumer {
   }
 };
 
+// Whether this thread knows of a segment that is this kernel's: all of them together know all.
+template <typename Schedule>
+__device__ __forceinline__ bool any_work(const Schedule& schedule) {
+  bool found = false;
+  for (std::int64_t segment = threadIdx.x; segment < schedule.rows.num_segments() && !found; segment += blockDim.x) {
+    found = Schedule::takes(schedule.rows.rows(segment).size());
+  }
+  return found;
+}
+
 template <typename Traits>
 __global__ void __launch_bounds__(Traits::kThreads, Traits::kShape.ctas)
     ragged_kernel(const __grid_constant__ RaggedKernelParams params) {
@@ -422,14 +454,20 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kShape.ctas)
     }
     cutlass::arch::fence_barrier_init();
   }
-  __syncthreads();
   cudaTriggerProgrammaticLaunchCompletion();
-  if (threadIdx.x >= 128 * Traits::kConsumers) {
-    if constexpr (Traits::kMovesRegisters) cutlass::arch::warpgroup_reg_dealloc<Traits::kProducerRegisters>();
-    if (threadIdx.x < 128 * Traits::kConsumers + 32) Producer<Traits>{params, shared}.run();
-  } else {
-    if constexpr (Traits::kMovesRegisters) cutlass::arch::warpgroup_reg_alloc<Traits::kConsumerRegisters>();
-    Consumer<Traits>(params, shared).run();
+  const typename Traits::Schedule schedule{params.rows, params.num_heads, params.band, params.unit_heads};
+  if (__syncthreads_or(any_work(schedule))) {
+    if (threadIdx.x >= 128 * Traits::kConsumers) {
+      if constexpr (Traits::kMovesRegisters) cutlass::arch::warpgroup_reg_dealloc<Traits::kProducerRegisters>();
+      if (threadIdx.x < 128 * Traits::kConsumers + 32) Producer<Traits>{params, shared}.run(schedule);
+    } else {
+      if constexpr (Traits::kMovesRegisters) cutlass::arch::warpgroup_reg_alloc<Traits::kConsumerRegisters>();
+      Consumer<Traits>(params, shared).run();
+    }
+  }
+  if (threadIdx.x == 128 * Traits::kConsumers && params.tickets != nullptr) {  // the thread that drew
+    __threadfence();
+    if (atomicInc(&params.tickets->left, gridDim.x - 1) == gridDim.x - 1) params.tickets->drawn = 0;
   }
   // The kernel before this one may still be at work; whatever comes next on the stream waits for this one alone.
   cudaGridDependencySynchronize();
@@ -458,10 +496,20 @@ void launch_ragged(const RaggedParams& params, bool after_long, int device, Stre
   kernel_params.scale_log2 = params.scale * 1.4426950408889634f;
   kernel_params.num_heads = params.num_q_heads;
   kernel_params.group = params.group();
-  kernel_params.band = heads_in_band(params.rows, params.mask, params.num_kv_heads, params.group(), params.head_dim);
-  const typename Traits::Schedule schedule{params.rows, params.num_q_heads, kernel_params.band};
+  kernel_params.tickets = next_ticket_counter(device, stream);
+  // In a fixed order, bands would upset the balance between CTAs more than they save.
+  kernel_params.band = kernel_params.tickets == nullptr
+                           ? params.num_q_heads
+                           : heads_in_band(params.rows, params.mask, params.num_kv_heads, params.group(), params.head_dim);
+  typename Traits::Schedule schedule{params.rows, params.num_q_heads, kernel_params.band, 1};
   const int resident = cuda_device_info(device).num_multiprocessors * Traits::kShape.ctas;
-  const std::int64_t ctas = std::min<std::int64_t>(schedule.num_items(), resident);
+  // Several heads a unit share their keys; but first of all there has to be work for everybody.
+  for (int heads = 2; heads <= Traits::kShape.unit_heads && params.group() % heads == 0; heads *= 2) {
+    if (schedule.num_ids() * params.num_q_heads / heads < 4 * resident) break;
+    schedule.unit_heads = heads;
+  }
+  kernel_params.unit_heads = schedule.unit_heads;
+  const std::int64_t ctas = std::min<std::int64_t>(schedule.num_units(), resident);
   launch<ragged_kernel<Traits>>(kernel_params, ctas, Traits::kThreads, sizeof(Shared<Traits>), device,
                                 static_cast<cudaStream_t>(stream), "launching ragged_flash_attention", after_long);
 }

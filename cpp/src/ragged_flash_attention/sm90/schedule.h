@@ -9,13 +9,20 @@
 
 namespace ragged_attention::sm90 {
 
-// A tile of query rows of one head. Rows of a tensor are under 2^31 (the host sees to it).
+// A tile of query rows of one head.
 struct Tile {
   std::int32_t begin = 0;   // first row of the sequence
-  std::int32_t length = 0;  // rows of the sequence; -1: no more tiles
+  std::int32_t length = 0;  // rows of the sequence; 0: no tile; -1: no more tiles
   std::int32_t row = 0;     // first row of the tile, counted from `begin`
   std::int32_t head = 0;
-  bool owned = false;  // false: rows that no sequence owns, to be filled with 0 and -inf
+  bool owned = false;      // false: rows that no sequence owns, to be filled with 0 and -inf
+  bool keeps_kv = false;   // the next tile meets the same keys and values, and they stay where they are
+};
+
+// Work is handed out in units: a tile's rows and `unit_heads` query heads of one kv head.
+struct Unit {
+  std::int32_t id = 0;
+  std::int32_t head = 0;  // the first
 };
 
 // The segments (sequences, and the unowned rows at both ends) of more than `kLonger` and at most `kLongest` rows, cut
@@ -26,6 +33,8 @@ struct Tile {
 //     f(b) = b / kBlockM + (its number)     otherwise.
 // Either way the second term grows by at least 1 from a segment to the next, and the first by at least the quotient of
 // its rows, so ids never collide. Some ids belong to no tile.
+//
+// Rows, ids and units must stay under 2^30 (the host sees to it).
 template <int kBlockM, int kLonger, int kLongest>
 struct Schedule {
   RaggedRows rows;
@@ -33,14 +42,14 @@ struct Schedule {
   // Heads are taken in bands, all tiles of a band before the next band's, so that the keys and values of the tiles in
   // flight fit in L2. Divides num_heads.
   std::int32_t band = 1;
+  std::int32_t unit_heads = 1;  // divides band and the heads of a group
 
   RAGGED_ATTENTION_HOST_DEVICE std::int64_t num_ids() const {
     const std::int64_t marks = kLonger > 0 ? rows.total / (kLonger > 0 ? kLonger : 1) + 1 : rows.num_segments();
     return rows.total / kBlockM + marks;
   }
 
-  // Items and what is computed with them must stay under 2^31.
-  RAGGED_ATTENTION_HOST_DEVICE std::int64_t num_items() const { return num_ids() * num_heads; }
+  RAGGED_ATTENTION_HOST_DEVICE std::int64_t num_units() const { return num_ids() * (num_heads / unit_heads); }
 
   RAGGED_ATTENTION_HOST_DEVICE std::int32_t first_id(std::int32_t segment) const {
     const auto begin = static_cast<std::uint32_t>(rows.boundary(segment));
@@ -48,16 +57,24 @@ struct Schedule {
     return static_cast<std::int32_t>(begin / kBlockM + mark);
   }
 
-  // The tile of an item; `length` 0 where there is none.
-  //
-  // Items run over the heads of a band first, then over ids from the last to the first (under a causal mask a
+  RAGGED_ATTENTION_HOST_DEVICE static bool takes(std::int64_t length) {
+    return length > kLonger && length <= kLongest;
+  }
+
+  // Units run over the heads of a band first, then over ids from the last to the first (under a causal mask a
   // sequence's late tiles are the long ones), then over bands.
-  RAGGED_ATTENTION_HOST_DEVICE Tile tile(std::int32_t item) const {
-    const auto ids = static_cast<std::uint32_t>(num_ids());
-    const auto u_band = static_cast<std::uint32_t>(band);
-    const std::uint32_t band_index = static_cast<std::uint32_t>(item) / (ids * u_band);
-    const std::uint32_t rest = static_cast<std::uint32_t>(item) - band_index * (ids * u_band);
-    const auto id = static_cast<std::int32_t>(ids - 1 - rest / u_band);
+  RAGGED_ATTENTION_HOST_DEVICE Unit unit(std::int32_t number) const {
+    const auto n = static_cast<std::uint32_t>(number), ids = static_cast<std::uint32_t>(num_ids());
+    const std::uint32_t in_id = static_cast<std::uint32_t>(band) / static_cast<std::uint32_t>(unit_heads);
+    const std::uint32_t band_index = n / (ids * in_id), rest = n - band_index * (ids * in_id);
+    return {static_cast<std::int32_t>(ids - 1 - rest / in_id),
+            static_cast<std::int32_t>(band_index * static_cast<std::uint32_t>(band) +
+                                      rest % in_id * static_cast<std::uint32_t>(unit_heads))};
+  }
+
+  // The tile of an id, of head 0; `length` 0 where there is none.
+  RAGGED_ATTENTION_HOST_DEVICE Tile tile(std::int32_t id) const {
+    Tile result;
     std::int32_t low = 0, high = static_cast<std::int32_t>(rows.num_segments());
     while (high - low > 1) {
       const std::int32_t middle = low + (high - low) / 2;
@@ -69,12 +86,10 @@ struct Schedule {
     const RowRange range = rows.rows(low);
     const auto begin = static_cast<std::int32_t>(range.begin), length = static_cast<std::int32_t>(range.size());
     const std::int32_t m = id - first_id(low);
-    Tile result;
-    if (length <= kLonger || length > kLongest || m < 0 || m > (length - 1) / kBlockM) return result;
+    if (!takes(length) || m < 0 || m > (length - 1) / kBlockM) return result;
     result.begin = begin;
     result.length = length;
     result.row = m * kBlockM;
-    result.head = static_cast<std::int32_t>(band_index * u_band + rest % u_band);
     result.owned = rows.owned(low);
     return result;
   }
@@ -95,8 +110,9 @@ RAGGED_ATTENTION_HOST_DEVICE std::int32_t heads_in_band(const RaggedRows& rows, 
   return static_cast<std::int32_t>(kv_heads) * group;
 }
 
-// The item a CTA takes in its `round`: there and back again, so that no CTA gets the longer tile of every round.
-RAGGED_ATTENTION_HOST_DEVICE std::int32_t item_of(std::int32_t round, std::int32_t cta, std::int32_t num_ctas) {
+// Without tickets (tickets.h), the unit a CTA takes in its `round`: there and back again, so that no CTA gets the longer
+// tile of every round.
+RAGGED_ATTENTION_HOST_DEVICE std::int32_t static_unit(std::int32_t round, std::int32_t cta, std::int32_t num_ctas) {
   return round * num_ctas + (round % 2 == 0 ? cta : num_ctas - 1 - cta);
 }
 
