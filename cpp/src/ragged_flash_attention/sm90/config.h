@@ -23,7 +23,7 @@ struct TileShape {
   int q_stages;
   int ctas;       // on a multiprocessor
   bool turns;     // warpgroups take turns at the tensor cores
-  int unit_heads = 1;  // most query heads that meet the same keys one after the other
+  int unit_heads = 1;  // most query heads that a CTA takes at once
 };
 
 template <int kHeadDim, MaskClass kMaskClass>
@@ -63,27 +63,27 @@ struct ShortTile;
 
 template <>
 struct ShortTile<64> {
-  static constexpr TileShape kShape = {1, 64, 3, 2, 3, false, 4};  // 64 KB
+  static constexpr TileShape kShape = {1, 64, 3, 2, 3, false, 8};  // 64 KB
 };
 template <>
 struct ShortTile<80> {
-  static constexpr TileShape kShape = {1, 64, 2, 2, 2, false, 4};  // 96 KB
+  static constexpr TileShape kShape = {1, 64, 2, 2, 2, false, 8};  // 96 KB
 };
 template <>
 struct ShortTile<96> {
-  static constexpr TileShape kShape = {1, 64, 2, 2, 2, false, 4};  // 96 KB
+  static constexpr TileShape kShape = {1, 64, 2, 2, 2, false, 8};  // 96 KB
 };
 template <>
 struct ShortTile<128> {
-  static constexpr TileShape kShape = {1, 64, 2, 2, 2, false, 4};  // 96 KB
+  static constexpr TileShape kShape = {1, 64, 2, 2, 2, false, 8};  // 96 KB
 };
 template <>
 struct ShortTile<192> {
-  static constexpr TileShape kShape = {2, 64, 2, 1, 1, false, 4};  // 144 KB
+  static constexpr TileShape kShape = {2, 64, 2, 1, 1, false, 8};  // 144 KB
 };
 template <>
 struct ShortTile<256> {
-  static constexpr TileShape kShape = {2, 64, 2, 1, 1, false, 4};  // 192 KB
+  static constexpr TileShape kShape = {2, 64, 2, 1, 1, false, 8};  // 192 KB
 };
 
 // The most rows of a sequence that the short kernel takes.

@@ -78,7 +78,6 @@ struct Shared {
   std::uint64_t k_full[Traits::kStages], k_empty[Traits::kStages];
   std::uint64_t v_full[Traits::kStages], v_empty[Traits::kStages];
   Tile tile[Traits::kQStages];  // goes with q_full
-  Tile found[32];               // the producer's own
 };
 
 // Of bar.sync; one of each kind a warpgroup.
@@ -96,7 +95,6 @@ struct Producer {
     const auto units = static_cast<std::int32_t>(schedule.num_units());
     const auto ctas = static_cast<std::int32_t>(gridDim.x), cta = static_cast<std::int32_t>(blockIdx.x);
     const auto lane = static_cast<std::int32_t>(threadIdx.x % 32);
-    std::int32_t window = -1;  // `found` has the tiles of the ids window, window - 1, ..., window - 31
     std::int32_t number = cta;
 #pragma unroll 1
     for (std::int32_t round = 1; number < units; ++round) {
@@ -108,15 +106,15 @@ struct Producer {
         next = ctas + static_cast<std::int32_t>(atomicAdd(&params.tickets->drawn, 1));
       }
       const Unit unit = schedule.unit(number);
-      if (unit.id > window || unit.id <= window - 32) {
-        window = unit.id;
-        shared.found[lane] = window >= lane ? schedule.tile(window - lane) : Tile{};
-        __syncwarp();
+      WarpSearch search{0, static_cast<std::int32_t>(schedule.rows.num_segments())};
+#pragma unroll 1
+      while (!search.done()) {
+        const std::int32_t probe = search.probe(lane);
+        const bool holds = lane == 0 || (probe < search.high && schedule.first_id(probe) <= unit.id);
+        search.narrow(__popc(__ballot_sync(0xffffffff, holds)));
       }
-      if (lane == 0) {
-        const Tile tile = shared.found[window - unit.id];
-        if (tile.length > 0) load(tile, unit.head);
-      }
+      const Tile tile = schedule.tile(unit.id, search.low);
+      if (lane == 0 && tile.length > 0) load(tile, unit.head);
       __syncwarp();
       number = __shfl_sync(0xffffffff, next, 0);
     }
@@ -146,36 +144,47 @@ struct Producer {
   }
 
   __device__ __forceinline__ void load(Tile tile, int first_head) {
-    tile.head = first_head;
-    const int kv_head = first_head / params.group;
     const KeyTiles keys = key_tiles<Traits::kBlockN>(params.mask, tile.length, tile.row, Traits::kBlockM);
-    const auto load_tile = [&](const CUtensorMap& map, auto& ring, auto& buffer, std::uint64_t* full,
-                               std::uint64_t* empty, int t) {
-      Barrier::wait(&empty[ring.index], ring.parity);
-      Barrier::arrive_and_expect_tx(&full[ring.index], sizeof(buffer[0]));
-#pragma unroll
-      for (int block = 0; block < Traits::kBlocks; ++block) {
-        load_box(map, &full[ring.index], buffer[ring.index][block], block * kBlockColumns, kv_head, tile.begin,
-                 tile.length, keys.begin + t * Traits::kBlockN);
-      }
-      ring.advance();
-    };
-    // Where all the keys fit, they are loaded once for all heads.
-    const bool fits = keys.count <= Traits::kStages;
+    // Where all the keys fit, they are loaded once for all heads that share them.
+    const bool fits = tile.owned && keys.count <= Traits::kStages;
+    int loaded = -1;  // kv head whose keys lie there
 #pragma unroll 1
-    for (int i = 0; i < params.unit_heads; ++i, ++tile.head) {
-      tile.keeps_kv = tile.owned && fits && i + 1 < params.unit_heads;
+    for (tile.head = first_head; tile.head < first_head + params.unit_heads; ++tile.head) {
+      const int kv_head = tile.head / params.group;
+      tile.keeps_kv = fits && tile.head + 1 < first_head + params.unit_heads && (tile.head + 1) / params.group == kv_head;
       announce(tile);
-      if (!tile.owned || (fits && i > 0)) continue;
+      if (!tile.owned || (fits && kv_head == loaded)) continue;
+      loaded = kv_head;
       // In the order the consumers wait for them.
-      load_tile(params.k, k_ring, shared.k, shared.k_full, shared.k_empty, 0);
+      load_keys(tile, keys, kv_head, 0);
 #pragma unroll 1
       for (int t = 1; t < keys.count; ++t) {
-        load_tile(params.k, k_ring, shared.k, shared.k_full, shared.k_empty, t);
-        load_tile(params.v, v_ring, shared.v, shared.v_full, shared.v_empty, t - 1);
+        load_keys(tile, keys, kv_head, t);
+        load_values(tile, keys, kv_head, t - 1);
       }
-      load_tile(params.v, v_ring, shared.v, shared.v_full, shared.v_empty, keys.count - 1);
+      load_values(tile, keys, kv_head, keys.count - 1);
     }
+  }
+
+  __device__ __forceinline__ void load_keys(const Tile& tile, const KeyTiles& keys, int kv_head, int t) {
+    load_tile(params.k, k_ring, shared.k, shared.k_full, shared.k_empty, tile, keys, kv_head, t);
+  }
+  __device__ __forceinline__ void load_values(const Tile& tile, const KeyTiles& keys, int kv_head, int t) {
+    load_tile(params.v, v_ring, shared.v, shared.v_full, shared.v_empty, tile, keys, kv_head, t);
+  }
+
+  template <typename Buffer>
+  __device__ __forceinline__ void load_tile(const CUtensorMap& map, Ring<Traits::kStages>& ring, Buffer& buffer,
+                                            std::uint64_t* full, std::uint64_t* empty, const Tile& tile,
+                                            const KeyTiles& keys, int kv_head, int t) {
+    Barrier::wait(&empty[ring.index], ring.parity);
+    Barrier::arrive_and_expect_tx(&full[ring.index], sizeof(buffer[0]));
+#pragma unroll
+    for (int block = 0; block < Traits::kBlocks; ++block) {
+      load_box(map, &full[ring.index], buffer[ring.index][block], block * kBlockColumns, kv_head, tile.begin,
+               tile.length, keys.begin + t * Traits::kBlockN);
+    }
+    ring.advance();
   }
 };
 
@@ -503,10 +512,12 @@ void launch_ragged(const RaggedParams& params, bool after_long, int device, Stre
                            : heads_in_band(params.rows, params.mask, params.num_kv_heads, params.group(), params.head_dim);
   typename Traits::Schedule schedule{params.rows, params.num_q_heads, kernel_params.band, 1};
   const int resident = cuda_device_info(device).num_multiprocessors * Traits::kShape.ctas;
-  // Several heads a unit share their keys; but first of all there has to be work for everybody.
-  for (int heads = 2; heads <= Traits::kShape.unit_heads && params.group() % heads == 0; heads *= 2) {
-    if (schedule.num_ids() * params.num_q_heads / heads < 4 * resident) break;
-    schedule.unit_heads = heads;
+  // Several heads a unit share a search and perhaps their keys; but there has to be work for everybody.
+  for (int heads = 2; heads <= Traits::kShape.unit_heads; ++heads) {
+    if (schedule.num_ids() * params.num_q_heads / heads < 8 * resident) break;
+    if (kernel_params.band % heads == 0 && (params.group() % heads == 0 || heads % params.group() == 0)) {
+      schedule.unit_heads = heads;
+    }
   }
   kernel_params.unit_heads = schedule.unit_heads;
   const std::int64_t ctas = std::min<std::int64_t>(schedule.num_units(), resident);

@@ -19,7 +19,7 @@ struct Tile {
   bool keeps_kv = false;   // the next tile meets the same keys and values, and they stay where they are
 };
 
-// Work is handed out in units: a tile's rows and `unit_heads` query heads of one kv head.
+// Work is handed out in units: a tile's rows and `unit_heads` query heads.
 struct Unit {
   std::int32_t id = 0;
   std::int32_t head = 0;  // the first
@@ -42,7 +42,7 @@ struct Schedule {
   // Heads are taken in bands, all tiles of a band before the next band's, so that the keys and values of the tiles in
   // flight fit in L2. Divides num_heads.
   std::int32_t band = 1;
-  std::int32_t unit_heads = 1;  // divides band and the heads of a group
+  std::int32_t unit_heads = 1;  // divides band
 
   RAGGED_ATTENTION_HOST_DEVICE std::int64_t num_ids() const {
     const std::int64_t marks = kLonger > 0 ? rows.total / (kLonger > 0 ? kLonger : 1) + 1 : rows.num_segments();
@@ -72,26 +72,34 @@ struct Schedule {
                                       rest % in_id * static_cast<std::uint32_t>(unit_heads))};
   }
 
-  // The tile of an id, of head 0; `length` 0 where there is none.
-  RAGGED_ATTENTION_HOST_DEVICE Tile tile(std::int32_t id) const {
+  // Where `segment` is the last that has first_id(segment) <= id: the tile, of head 0. `length` 0 where there is none.
+  RAGGED_ATTENTION_HOST_DEVICE Tile tile(std::int32_t id, std::int32_t segment) const {
     Tile result;
-    std::int32_t low = 0, high = static_cast<std::int32_t>(rows.num_segments());
-    while (high - low > 1) {
-      const std::int32_t middle = low + (high - low) / 2;
-      if (first_id(middle) <= id)
-        low = middle;
-      else
-        high = middle;
-    }
-    const RowRange range = rows.rows(low);
+    const RowRange range = rows.rows(segment);
     const auto begin = static_cast<std::int32_t>(range.begin), length = static_cast<std::int32_t>(range.size());
-    const std::int32_t m = id - first_id(low);
+    const std::int32_t m = id - first_id(segment);
     if (!takes(length) || m < 0 || m > (length - 1) / kBlockM) return result;
     result.begin = begin;
     result.length = length;
     result.row = m * kBlockM;
-    result.owned = rows.owned(low);
+    result.owned = rows.owned(segment);
     return result;
+  }
+};
+
+// Search by a warp for the last of `count` entries that a monotone condition holds for, the first always being one: each
+// lane probes one place, and the number of lanes that it holds for narrows the range 32 times.
+struct WarpSearch {
+  std::int32_t low = 0, high = 1;  // it holds for `low`, and not for `high`
+
+  RAGGED_ATTENTION_HOST_DEVICE bool done() const { return high - low <= 1; }
+  RAGGED_ATTENTION_HOST_DEVICE std::int32_t step() const { return (high - low + 31) / 32; }
+  // Where a lane probes; not under `high`: it does not hold there.
+  RAGGED_ATTENTION_HOST_DEVICE std::int32_t probe(std::int32_t lane) const { return low + lane * step(); }
+  RAGGED_ATTENTION_HOST_DEVICE void narrow(std::int32_t lanes_that_hold) {
+    const std::int32_t width = step();
+    low += (lanes_that_hold > 0 ? lanes_that_hold - 1 : 0) * width;
+    high = high - low < width ? high : low + width;
   }
 };
 
