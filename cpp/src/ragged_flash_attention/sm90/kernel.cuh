@@ -48,7 +48,7 @@ struct RaggedTraits {
   }
   static constexpr TileShape kShape = shape();
   static constexpr int kConsumers = kShape.consumers, kBlockM = 64 * kConsumers, kBlockN = kShape.block_n;
-  static constexpr int kStages = kShape.stages, kQStages = kShape.q_stages;
+  static constexpr int kQStages = kShape.q_stages, kKStages = kShape.k_stages, kVStages = kShape.v_stages;
   static constexpr int kBlocks = (kHeadDim + kBlockColumns - 1) / kBlockColumns;  // of 64 columns
   using Schedule = std::conditional_t<kLong, sm90::Schedule<kBlockM, kShortRows, 0x7fffffff>,
                                       sm90::Schedule<kBlockM, 0, kShortRows>>;
@@ -64,6 +64,15 @@ struct RaggedTraits {
                                         (kConsumers + 1) * (65536 / kThreads / 8 * 8));
 
   static_assert(kBlockN % 16 == 0 && kHeadDim % 16 == 0);
+  static_assert(!kShape.turns || kShape.overlap);
+};
+
+// A tile of queries as the producer hands it to the consumers.
+template <int kConsumers>
+struct TileWork {
+  Tile tile;
+  KeyTiles keys;
+  KeySpan span[kConsumers];  // of each warpgroup
 };
 
 template <typename Traits>
@@ -71,13 +80,14 @@ struct Shared {
   using Element = typename Traits::Element;
   // Blocks of 64 columns, each row 128 bytes: what one TMA box writes. O takes Q's place.
   alignas(1024) Element q[Traits::kQStages][Traits::kBlocks][Traits::kBlockM][kBlockColumns];
-  alignas(1024) Element k[Traits::kStages][Traits::kBlocks][Traits::kBlockN][kBlockColumns];
-  alignas(1024) Element v[Traits::kStages][Traits::kBlocks][Traits::kBlockN][kBlockColumns];
+  alignas(1024) Element k[Traits::kKStages][Traits::kBlocks][Traits::kBlockN][kBlockColumns];
+  alignas(1024) Element v[Traits::kVStages][Traits::kBlocks][Traits::kBlockN][kBlockColumns];
   // full: by the producer and its copies. empty: by each consumer warp (K, V), each consumer warpgroup (Q).
   std::uint64_t q_full[Traits::kQStages], q_empty[Traits::kQStages];
-  std::uint64_t k_full[Traits::kStages], k_empty[Traits::kStages];
-  std::uint64_t v_full[Traits::kStages], v_empty[Traits::kStages];
-  Tile tile[Traits::kQStages];  // goes with q_full
+  std::uint64_t k_full[Traits::kKStages], k_empty[Traits::kKStages];
+  std::uint64_t v_full[Traits::kVStages], v_empty[Traits::kVStages];
+  TileWork<Traits::kConsumers> work[Traits::kQStages];  // goes with q_full
+  TileWork<Traits::kConsumers> next;                    // the producer's own: registers are short there
 };
 
 // Of bar.sync; one of each kind a warpgroup.
@@ -89,7 +99,8 @@ struct Producer {
   const RaggedKernelParams& params;
   Shared<Traits>& shared;
   Ring<Traits::kQStages> q_ring = {0, 1};  // the first wait for an empty stage passes
-  Ring<Traits::kStages> k_ring = {0, 1}, v_ring = {0, 1};
+  Ring<Traits::kKStages> k_ring = {0, 1};
+  Ring<Traits::kVStages> v_ring = {0, 1};
 
   __device__ __forceinline__ void run(const typename Traits::Schedule& schedule) {
     const auto units = static_cast<std::int32_t>(schedule.num_units());
@@ -119,23 +130,23 @@ struct Producer {
       number = __shfl_sync(0xffffffff, next, 0);
     }
     if (lane == 0) {
-      Tile end;
-      end.length = -1;
-      announce(end);
+      shared.next = {};
+      shared.next.tile.length = -1;
+      announce();
     }
   }
 
   // The consumers learn of a tile with its Q.
-  __device__ __forceinline__ void announce(const Tile& tile) {
+  __device__ __forceinline__ void announce() {
     Barrier::wait(&shared.q_empty[q_ring.index], q_ring.parity);
-    shared.tile[q_ring.index] = tile;
+    shared.work[q_ring.index] = shared.next;
     std::uint64_t* full = &shared.q_full[q_ring.index];
-    if (tile.length > 0 && tile.owned) {
+    if (shared.next.keys.count > 0) {
       Barrier::arrive_and_expect_tx(full, sizeof(shared.q[0]));
 #pragma unroll
       for (int block = 0; block < Traits::kBlocks; ++block) {
-        load_box(params.q, full, shared.q[q_ring.index][block], block * kBlockColumns, tile.head, tile.begin,
-                 tile.length, tile.row);
+        load_box(params.q, full, shared.q[q_ring.index][block], block * kBlockColumns, shared.next.tile.head,
+                 shared.next.tile.begin, shared.next.tile.length, shared.next.tile.row);
       }
     } else {
       Barrier::arrive(full);
@@ -143,46 +154,64 @@ struct Producer {
     q_ring.advance();
   }
 
-  __device__ __forceinline__ void load(Tile tile, int first_head) {
-    const KeyTiles keys = key_tiles<Traits::kBlockN>(params.mask, tile.length, tile.row, Traits::kBlockM);
-    // Where all the keys fit, they are loaded once for all heads that share them.
-    const bool fits = tile.owned && keys.count <= Traits::kStages;
-    int loaded = -1;  // kv head whose keys lie there
+  __device__ __forceinline__ void load(const Tile& tile, int first_head) {
+    KeyTiles keys;
+    if (tile.owned) keys = key_tiles<Traits::kBlockN>(params.mask, tile.length, tile.row, Traits::kBlockM);
+    shared.next.tile = tile;
+    shared.next.keys = keys;
 #pragma unroll 1
-    for (tile.head = first_head; tile.head < first_head + params.unit_heads; ++tile.head) {
-      const int kv_head = tile.head / params.group;
-      tile.keeps_kv = fits && tile.head + 1 < first_head + params.unit_heads && (tile.head + 1) / params.group == kv_head;
-      announce(tile);
-      if (!tile.owned || (fits && kv_head == loaded)) continue;
+    for (int i = 0; i < Traits::kConsumers; ++i) {
+      shared.next.span[i] =
+          tile.owned ? key_span<Traits::kBlockN>(params.mask, tile.length, tile.row + 64 * i, 64, keys.begin) : KeySpan{};
+    }
+    // Where all the keys fit, they are loaded once for all heads that share them.
+    const bool fits = keys.count > 0 && keys.count <= Traits::kKStages && keys.count <= Traits::kVStages;
+    int loaded = -1;  // kv head whose keys lie there
+    const int end = first_head + params.unit_heads;
+#pragma unroll 1
+    for (int head = first_head; head < end; ++head) {
+      const int kv_head = head / params.group;
+      shared.next.tile.head = head;
+      shared.next.tile.keeps_kv = fits && head + 1 < end && (head + 1) / params.group == kv_head;
+      announce();
+      if (keys.count == 0 || (fits && kv_head == loaded)) continue;
       loaded = kv_head;
       // In the order the consumers wait for them.
-      load_keys(tile, keys, kv_head, 0);
+      if constexpr (Traits::kShape.overlap) {
+        load_keys(keys, kv_head, 0);
 #pragma unroll 1
-      for (int t = 1; t < keys.count; ++t) {
-        load_keys(tile, keys, kv_head, t);
-        load_values(tile, keys, kv_head, t - 1);
+        for (int t = 1; t < keys.count; ++t) {
+          load_keys(keys, kv_head, t);
+          load_values(keys, kv_head, t - 1);
+        }
+        load_values(keys, kv_head, keys.count - 1);
+      } else {
+#pragma unroll 1
+        for (int t = 0; t < keys.count; ++t) {
+          load_keys(keys, kv_head, t);
+          load_values(keys, kv_head, t);
+        }
       }
-      load_values(tile, keys, kv_head, keys.count - 1);
     }
   }
 
-  __device__ __forceinline__ void load_keys(const Tile& tile, const KeyTiles& keys, int kv_head, int t) {
-    load_tile(params.k, k_ring, shared.k, shared.k_full, shared.k_empty, tile, keys, kv_head, t);
+  __device__ __forceinline__ void load_keys(const KeyTiles& keys, int kv_head, int t) {
+    load_tile(params.k, k_ring, shared.k, shared.k_full, shared.k_empty, keys, kv_head, t);
   }
-  __device__ __forceinline__ void load_values(const Tile& tile, const KeyTiles& keys, int kv_head, int t) {
-    load_tile(params.v, v_ring, shared.v, shared.v_full, shared.v_empty, tile, keys, kv_head, t);
+  __device__ __forceinline__ void load_values(const KeyTiles& keys, int kv_head, int t) {
+    load_tile(params.v, v_ring, shared.v, shared.v_full, shared.v_empty, keys, kv_head, t);
   }
 
-  template <typename Buffer>
-  __device__ __forceinline__ void load_tile(const CUtensorMap& map, Ring<Traits::kStages>& ring, Buffer& buffer,
-                                            std::uint64_t* full, std::uint64_t* empty, const Tile& tile,
-                                            const KeyTiles& keys, int kv_head, int t) {
+  template <typename Ring, typename Buffer>
+  __device__ __forceinline__ void load_tile(const CUtensorMap& map, Ring& ring, Buffer& buffer,
+                                            std::uint64_t* full, std::uint64_t* empty, const KeyTiles& keys,
+                                            int kv_head, int t) {
     Barrier::wait(&empty[ring.index], ring.parity);
     Barrier::arrive_and_expect_tx(&full[ring.index], sizeof(buffer[0]));
 #pragma unroll
     for (int block = 0; block < Traits::kBlocks; ++block) {
-      load_box(map, &full[ring.index], buffer[ring.index][block], block * kBlockColumns, kv_head, tile.begin,
-               tile.length, keys.begin + t * Traits::kBlockN);
+      load_box(map, &full[ring.index], buffer[ring.index][block], block * kBlockColumns, kv_head,
+               shared.next.tile.begin, shared.next.tile.length, keys.begin + t * Traits::kBlockN);
     }
     ring.advance();
   }
@@ -198,7 +227,8 @@ struct Consumer {
   Shared<Traits>& shared;
   int warpgroup, warp, lane;  // warp of the warpgroup
   Ring<Traits::kQStages> q_ring;
-  Ring<Traits::kStages> k_ring, v_ring;
+  Ring<Traits::kKStages> k_ring;
+  Ring<Traits::kVStages> v_ring;
 
   float scores[kBlockN / 2];
   std::uint32_t probabilities[kBlockN / 4];  // pairs
@@ -215,9 +245,10 @@ struct Consumer {
     if (Traits::kShape.turns && warpgroup == kConsumers - 1) pass_turn();  // the first turn is warpgroup 0's
     while (true) {
       Barrier::wait(&shared.q_full[q_ring.index], q_ring.parity);
-      const Tile tile = shared.tile[q_ring.index];
+      const TileWork<kConsumers>& work = shared.work[q_ring.index];
+      const Tile tile = work.tile;
       if (tile.length < 0) return;
-      compute(tile);
+      compute(tile, work.keys, work.span[warpgroup]);
       q_ring.advance();
     }
   }
@@ -287,16 +318,13 @@ struct Consumer {
 
   // --- One tile of queries
 
-  __device__ __forceinline__ void compute(const Tile& tile) {
+  __device__ __forceinline__ void compute(const Tile& tile, const KeyTiles keys, const KeySpan span) {
     OnlineSoftmax softmax(params.scale_log2);
     const int row = tile.row + 64 * warpgroup;  // of the sequence
-    bool empty = true;
+    const bool empty = span.first_tile == span.last_tile;
     const auto first_k = k_ring;
     const auto first_v = v_ring;
-    if (tile.owned) {
-      const KeyTiles keys = key_tiles<kBlockN>(params.mask, tile.length, tile.row, Traits::kBlockM);
-      const KeySpan span = key_span<kBlockN>(params.mask, tile.length, row, 64, keys.begin);
-      empty = span.first_tile == span.last_tile;
+    if (keys.count > 0) {
       // Every warpgroup takes a turn for each tile but the first, whatever it needs of the keys, and in step with them.
 #pragma unroll 1
       for (int t = 0; t < span.first_tile; ++t) {
@@ -305,46 +333,12 @@ struct Consumer {
         pass_turn();
       }
       if (!empty) {
-        float factor[2];
-        int key = keys.begin + span.first_tile * kBlockN;
-        wait_k();
-        issue_scores();
-        wgmma_wait<0>();
-        pin(scores);
-        release_k(tile);
-        mask(tile, row, key, span);
-        softmax.update(scores, factor);
-        pack_all<Element>(scores, probabilities);
-        bool accumulate = false;
-#pragma unroll 1
-        for (int t = span.first_tile + 1; t < span.last_tile; ++t) {
-          key += kBlockN;
-          wait_k();
-          take_turn();
-          issue_scores();
-          wait_v();
-          issue_output(accumulate);
-          accumulate = true;
-          pass_turn();
-          wgmma_wait<1>();
-          pin(scores);
-          release_k(tile);
-          mask(tile, row, key, span);
-          softmax.update(scores, factor);
-          wgmma_wait<0>();
-          pin(output);
-          pin(probabilities);
-          release_v(tile);
-          pack_all<Element>(scores, probabilities);
-          scale_rows(output, factor);
+        if constexpr (Traits::kShape.overlap) {
+          attend_overlapped(tile, row, keys.begin, span, softmax);
+        } else {
+          attend(tile, row, keys.begin, span, softmax);
         }
-        wait_v();
-        issue_output(accumulate);
         softmax.finish();
-        wgmma_wait<0>();
-        pin(output);
-        pin(probabilities);
-        release_v(tile);
       }
 #pragma unroll 1
       for (int t = span.last_tile; t < keys.count; ++t) {
@@ -365,6 +359,78 @@ struct Consumer {
       cutlass::arch::NamedBarrier::sync(128, kEpilogue + warpgroup);  // all warps have read `tile`
     }
     release_q();
+  }
+
+  // Two products in flight: the scores of a tile of keys and the output of the one before, under whose product the
+  // softmax runs.
+  __device__ __forceinline__ void attend_overlapped(const Tile& tile, int row, int key_begin, const KeySpan& span,
+                                                    OnlineSoftmax& softmax) {
+    float factor[2];
+    int key = key_begin + span.first_tile * kBlockN;
+    wait_k();
+    issue_scores();
+    wgmma_wait<0>();
+    pin(scores);
+    release_k(tile);
+    mask(tile, row, key, span);
+    softmax.update(scores, factor);
+    pack_all<Element>(scores, probabilities);
+    bool accumulate = false;
+#pragma unroll 1
+    for (int t = span.first_tile + 1; t < span.last_tile; ++t) {
+      key += kBlockN;
+      wait_k();
+      take_turn();
+      issue_scores();
+      wait_v();
+      issue_output(accumulate);
+      accumulate = true;
+      pass_turn();
+      wgmma_wait<1>();
+      pin(scores);
+      release_k(tile);
+      mask(tile, row, key, span);
+      softmax.update(scores, factor);
+      wgmma_wait<0>();
+      pin(output);
+      pin(probabilities);
+      release_v(tile);
+      pack_all<Element>(scores, probabilities);
+      scale_rows(output, factor);
+    }
+    wait_v();
+    issue_output(accumulate);
+    wgmma_wait<0>();
+    pin(output);
+    pin(probabilities);
+    release_v(tile);
+  }
+
+  // One product at a time, in fewer registers: the other CTAs of the multiprocessor fill the gaps.
+  __device__ __forceinline__ void attend(const Tile& tile, int row, int key_begin, const KeySpan& span,
+                                         OnlineSoftmax& softmax) {
+    int key = key_begin + span.first_tile * kBlockN;
+    bool accumulate = false;
+#pragma unroll 1
+    for (int t = span.first_tile; t < span.last_tile; ++t, key += kBlockN) {
+      wait_k();
+      issue_scores();
+      wgmma_wait<0>();
+      pin(scores);
+      release_k(tile);
+      mask(tile, row, key, span);
+      float factor[2];
+      softmax.update(scores, factor);
+      pack_all<Element>(scores, probabilities);
+      if (accumulate) scale_rows(output, factor);
+      wait_v();
+      issue_output(accumulate);
+      wgmma_wait<0>();
+      pin(output);
+      pin(probabilities);
+      release_v(tile);
+      accumulate = true;
+    }
   }
 
   __device__ __forceinline__ void mask(const Tile& tile, int row, int key, const KeySpan& span) {
@@ -455,9 +521,11 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kShape.ctas)
       Barrier::init(&shared.q_full[i], 1);
       Barrier::init(&shared.q_empty[i], Traits::kConsumers);
     }
-    for (int i = 0; i < Traits::kStages; ++i) {
+    for (int i = 0; i < Traits::kKStages; ++i) {
       Barrier::init(&shared.k_full[i], 1);
       Barrier::init(&shared.k_empty[i], 4 * Traits::kConsumers);
+    }
+    for (int i = 0; i < Traits::kVStages; ++i) {
       Barrier::init(&shared.v_full[i], 1);
       Barrier::init(&shared.v_empty[i], 4 * Traits::kConsumers);
     }

@@ -61,24 +61,37 @@ struct OnlineSoftmax {
   // terms of the new maximum.
   template <int kSize>
   __device__ __forceinline__ void update(float (&scores)[kSize], float (&factor)[2]) {
+    constexpr int kPairs = kSize / 4;  // of columns of a row
     float offset[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      float largest = maximum[r];
+      // Four chains: the latency of one would be most of the cost.
+      float largest[4] = {maximum[r], -INFINITY, -INFINITY, -INFINITY};
 #pragma unroll
-      for (int i = 0; i < kSize / 2; ++i) largest = fmaxf(largest, scores[i / 2 * 4 + r * 2 + i % 2]);
-      largest = fmaxf(largest, __shfl_xor_sync(0xffffffff, largest, 1));
-      largest = fmaxf(largest, __shfl_xor_sync(0xffffffff, largest, 2));
+      for (int i = 0; i < kPairs; ++i) {
+        largest[i % 2 * 2] = fmaxf(largest[i % 2 * 2], scores[4 * i + 2 * r]);
+        largest[i % 2 * 2 + 1] = fmaxf(largest[i % 2 * 2 + 1], scores[4 * i + 2 * r + 1]);
+      }
+      float row = fmaxf(fmaxf(largest[0], largest[1]), fmaxf(largest[2], largest[3]));
+      row = fmaxf(row, __shfl_xor_sync(0xffffffff, row, 1));
+      row = fmaxf(row, __shfl_xor_sync(0xffffffff, row, 2));
       // A row that has seen nothing yet: -inf - -inf would be NaN.
-      offset[r] = largest == -INFINITY ? 0.0f : largest * scale_log2;
+      offset[r] = row == -INFINITY ? 0.0f : row * scale_log2;
       factor[r] = exp2_approx(maximum[r] * scale_log2 - offset[r]);
-      maximum[r] = largest;
-      sum[r] *= factor[r];
+      maximum[r] = row;
     }
 #pragma unroll
     for (int i = 0; i < kSize; ++i) scores[i] = exp2_approx(__fmaf_rn(scores[i], scale_log2, -offset[i / 2 % 2]));
 #pragma unroll
-    for (int i = 0; i < kSize; ++i) sum[i / 2 % 2] += scores[i];
+    for (int r = 0; r < 2; ++r) {
+      float even = 0.0f, odd = 0.0f;
+#pragma unroll
+      for (int i = 0; i < kPairs; ++i) {
+        even += scores[4 * i + 2 * r];
+        odd += scores[4 * i + 2 * r + 1];
+      }
+      sum[r] = __fmaf_rn(sum[r], factor[r], even + odd);
+    }
   }
 
   // Adds up the sums of the four threads of a row.
