@@ -80,13 +80,13 @@ template <int kHeadDim>
 struct ShortTile;
 
 #ifndef SHORT64
-#define SHORT64 {1, 64, 2, 2, 2, 4, false, false, 8}
+#define SHORT64 {1, 128, 2, 2, 2, 2, true, false, 8}
 #endif
 #ifndef SHORT80
 #define SHORT80 {1, 64, 2, 2, 2, 2, true, false, 8}
 #endif
 #ifndef SHORT128
-#define SHORT128 {1, 64, 1, 2, 1, 3, false, false, 8}
+#define SHORT128 {1, 64, 2, 2, 2, 2, true, false, 8}
 #endif
 #ifndef SHORT256
 #define SHORT256 {2, 64, 1, 2, 2, 1, true, false, 8}

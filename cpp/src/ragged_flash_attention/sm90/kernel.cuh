@@ -53,9 +53,9 @@ struct RaggedTraits {
   using Schedule = std::conditional_t<kLong, sm90::Schedule<kBlockM, kShortRows, 0x7fffffff>,
                                       sm90::Schedule<kBlockM, 0, kShortRows>>;
 
-  // setmaxnreg moves registers between whole warpgroups, so with it the producer is one too (three of its warps sleep).
+  // setmaxnreg moves registers between whole warpgroups, so with it the producers are one too (two of its warps sleep).
   static constexpr bool kMovesRegisters = kConsumers > 1;
-  static constexpr int kProducerThreads = kMovesRegisters ? 128 : 32;
+  static constexpr int kProducerThreads = kMovesRegisters ? 128 : 64;
   static constexpr int kThreads = 128 * kConsumers + kProducerThreads;
   // Together no more than the launch allocates, 168 or 128 for every thread: setmaxnreg waits for ever for the rest.
   static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : 56;
@@ -67,7 +67,7 @@ struct RaggedTraits {
   static_assert(!kShape.turns || kShape.overlap);
 };
 
-// A tile of queries as the producer hands it to the consumers.
+// A tile of queries as the scheduler hands it on.
 template <int kConsumers>
 struct TileWork {
   Tile tile;
@@ -82,25 +82,28 @@ struct Shared {
   alignas(1024) Element q[Traits::kQStages][Traits::kBlocks][Traits::kBlockM][kBlockColumns];
   alignas(1024) Element k[Traits::kKStages][Traits::kBlocks][Traits::kBlockN][kBlockColumns];
   alignas(1024) Element v[Traits::kVStages][Traits::kBlocks][Traits::kBlockN][kBlockColumns];
-  // full: by the producer and its copies. empty: by each consumer warp (K, V), each consumer warpgroup (Q).
-  std::uint64_t q_full[Traits::kQStages], q_empty[Traits::kQStages];
+  // full: by the scheduler or the loader, and their copies. empty: by each consumer warp (K, V); by each consumer
+  // warpgroup and the loader (Q and work).
+  std::uint64_t work_full[Traits::kQStages], q_full[Traits::kQStages], q_empty[Traits::kQStages];
   std::uint64_t k_full[Traits::kKStages], k_empty[Traits::kKStages];
   std::uint64_t v_full[Traits::kVStages], v_empty[Traits::kVStages];
-  TileWork<Traits::kConsumers> work[Traits::kQStages];  // goes with q_full
-  TileWork<Traits::kConsumers> next;                    // the producer's own: registers are short there
+  TileWork<Traits::kConsumers> work[Traits::kQStages];  // goes with Q
+  TileWork<Traits::kConsumers> next;                    // the scheduler's own: registers are short there
 };
+
+// After the consumers.
+enum ProducerWarp : int { kSchedulerWarp = 0, kLoaderWarp = 1 };
 
 // Of bar.sync; one of each kind a warpgroup.
 enum NamedBarrier : std::uint32_t { kEpilogue = 0, kTurn = 3 };
 
-// One warp.
+// One warp: finds tiles, hands them on to the loader and to the consumers, and loads their Q, as far ahead as there are
+// stages for it.
 template <typename Traits>
-struct Producer {
+struct Scheduler {
   const RaggedKernelParams& params;
   Shared<Traits>& shared;
-  Ring<Traits::kQStages> q_ring = {0, 1};  // the first wait for an empty stage passes
-  Ring<Traits::kKStages> k_ring = {0, 1};
-  Ring<Traits::kVStages> v_ring = {0, 1};
+  Ring<Traits::kQStages> ring = {0, 1};  // the first wait for an empty stage passes
 
   __device__ __forceinline__ void run(const typename Traits::Schedule& schedule) {
     const auto units = static_cast<std::int32_t>(schedule.num_units());
@@ -109,7 +112,7 @@ struct Producer {
     std::int32_t number = cta;
 #pragma unroll 1
     for (std::int32_t round = 1; number < units; ++round) {
-      // Drawn early: the answer takes a microsecond, and is there when this unit's loads are under way.
+      // Drawn early: the answer takes a microsecond.
       std::int32_t next = 0;
       if (params.tickets == nullptr) {
         next = static_unit(round, cta, ctas);
@@ -125,7 +128,7 @@ struct Producer {
         search.narrow(__popc(__ballot_sync(0xffffffff, holds)));
       }
       const Tile tile = schedule.tile(unit.id, search.low);
-      if (lane == 0 && tile.length > 0) load(tile, unit.head);
+      if (lane == 0 && tile.length > 0) announce_heads(tile, unit.head);
       __syncwarp();
       number = __shfl_sync(0xffffffff, next, 0);
     }
@@ -136,25 +139,7 @@ struct Producer {
     }
   }
 
-  // The consumers learn of a tile with its Q.
-  __device__ __forceinline__ void announce() {
-    Barrier::wait(&shared.q_empty[q_ring.index], q_ring.parity);
-    shared.work[q_ring.index] = shared.next;
-    std::uint64_t* full = &shared.q_full[q_ring.index];
-    if (shared.next.keys.count > 0) {
-      Barrier::arrive_and_expect_tx(full, sizeof(shared.q[0]));
-#pragma unroll
-      for (int block = 0; block < Traits::kBlocks; ++block) {
-        load_box(params.q, full, shared.q[q_ring.index][block], block * kBlockColumns, shared.next.tile.head,
-                 shared.next.tile.begin, shared.next.tile.length, shared.next.tile.row);
-      }
-    } else {
-      Barrier::arrive(full);
-    }
-    q_ring.advance();
-  }
-
-  __device__ __forceinline__ void load(const Tile& tile, int first_head) {
+  __device__ __forceinline__ void announce_heads(const Tile& tile, int first_head) {
     KeyTiles keys;
     if (tile.owned) keys = key_tiles<Traits::kBlockN>(params.mask, tile.length, tile.row, Traits::kBlockM);
     shared.next.tile = tile;
@@ -166,54 +151,86 @@ struct Producer {
     }
     // Where all the keys fit, they are loaded once for all heads that share them.
     const bool fits = keys.count > 0 && keys.count <= Traits::kKStages && keys.count <= Traits::kVStages;
-    int loaded = -1;  // kv head whose keys lie there
     const int end = first_head + params.unit_heads;
 #pragma unroll 1
     for (int head = first_head; head < end; ++head) {
-      const int kv_head = head / params.group;
       shared.next.tile.head = head;
-      shared.next.tile.keeps_kv = fits && head + 1 < end && (head + 1) / params.group == kv_head;
+      shared.next.tile.keeps_kv = fits && head + 1 < end && (head + 1) / params.group == head / params.group;
       announce();
-      if (keys.count == 0 || (fits && kv_head == loaded)) continue;
-      loaded = kv_head;
-      // In the order the consumers wait for them.
-      if constexpr (Traits::kShape.overlap) {
-        load_keys(keys, kv_head, 0);
-#pragma unroll 1
-        for (int t = 1; t < keys.count; ++t) {
-          load_keys(keys, kv_head, t);
-          load_values(keys, kv_head, t - 1);
-        }
-        load_values(keys, kv_head, keys.count - 1);
-      } else {
-#pragma unroll 1
-        for (int t = 0; t < keys.count; ++t) {
-          load_keys(keys, kv_head, t);
-          load_values(keys, kv_head, t);
-        }
-      }
     }
   }
 
-  __device__ __forceinline__ void load_keys(const KeyTiles& keys, int kv_head, int t) {
-    load_tile(params.k, k_ring, shared.k, shared.k_full, shared.k_empty, keys, kv_head, t);
+  __device__ __forceinline__ void announce() {
+    Barrier::wait(&shared.q_empty[ring.index], ring.parity);
+    shared.work[ring.index] = shared.next;
+    Barrier::arrive(&shared.work_full[ring.index]);
+    std::uint64_t* full = &shared.q_full[ring.index];
+    if (shared.next.keys.count > 0) {
+      Barrier::arrive_and_expect_tx(full, sizeof(shared.q[0]));
+#pragma unroll
+      for (int block = 0; block < Traits::kBlocks; ++block) {
+        load_box(params.q, full, shared.q[ring.index][block], block * kBlockColumns, shared.next.tile.head,
+                 shared.next.tile.begin, shared.next.tile.length, shared.next.tile.row);
+      }
+    } else {
+      Barrier::arrive(full);
+    }
+    ring.advance();
   }
-  __device__ __forceinline__ void load_values(const KeyTiles& keys, int kv_head, int t) {
-    load_tile(params.v, v_ring, shared.v, shared.v_full, shared.v_empty, keys, kv_head, t);
+};
+
+// One thread: loads the keys and values of the tiles that the scheduler hands on.
+template <typename Traits>
+struct Loader {
+  const RaggedKernelParams& params;
+  Shared<Traits>& shared;
+  Ring<Traits::kQStages> ring;
+  Ring<Traits::kKStages> k_ring = {0, 1};
+  Ring<Traits::kVStages> v_ring = {0, 1};
+
+  __device__ __forceinline__ void run() {
+    bool loaded = false;  // the tile before had the same keys and values, and they are still there
+    while (true) {
+      Barrier::wait(&shared.work_full[ring.index], ring.parity);
+      const TileWork<Traits::kConsumers>& work = shared.work[ring.index];
+      if (work.tile.length < 0) return;
+      const KeyTiles keys = work.keys;
+      if (keys.count > 0 && !loaded) {
+        const int kv_head = work.tile.head / params.group;
+        const int begin = work.tile.begin, length = work.tile.length;
+        const auto load_keys = [&](int t) {
+          load(params.k, k_ring, shared.k, shared.k_full, shared.k_empty, kv_head, begin, length,
+               keys.begin + t * Traits::kBlockN);
+        };
+        const auto load_values = [&](int t) {
+          load(params.v, v_ring, shared.v, shared.v_full, shared.v_empty, kv_head, begin, length,
+               keys.begin + t * Traits::kBlockN);
+        };
+        // In the order the consumers wait for them.
+        load_keys(0);
+#pragma unroll 1
+        for (int t = 1; t < keys.count; ++t) {
+          load_keys(t);
+          load_values(t - 1);
+        }
+        load_values(keys.count - 1);
+      }
+      loaded = work.tile.keeps_kv;
+      Barrier::arrive(&shared.q_empty[ring.index]);  // `work` has been read
+      ring.advance();
+    }
   }
 
   template <typename Ring, typename Buffer>
-  __device__ __forceinline__ void load_tile(const CUtensorMap& map, Ring& ring, Buffer& buffer,
-                                            std::uint64_t* full, std::uint64_t* empty, const KeyTiles& keys,
-                                            int kv_head, int t) {
-    Barrier::wait(&empty[ring.index], ring.parity);
-    Barrier::arrive_and_expect_tx(&full[ring.index], sizeof(buffer[0]));
+  __device__ __forceinline__ void load(const CUtensorMap& map, Ring& to, Buffer& buffer, std::uint64_t* full,
+                                       std::uint64_t* empty, int kv_head, int begin, int length, int key) {
+    Barrier::wait(&empty[to.index], to.parity);
+    Barrier::arrive_and_expect_tx(&full[to.index], sizeof(buffer[0]));
 #pragma unroll
     for (int block = 0; block < Traits::kBlocks; ++block) {
-      load_box(map, &full[ring.index], buffer[ring.index][block], block * kBlockColumns, kv_head,
-               shared.next.tile.begin, shared.next.tile.length, keys.begin + t * Traits::kBlockN);
+      load_box(map, &full[to.index], buffer[to.index][block], block * kBlockColumns, kv_head, begin, length, key);
     }
-    ring.advance();
+    to.advance();
   }
 };
 
@@ -230,6 +247,8 @@ struct Consumer {
   Ring<Traits::kKStages> k_ring;
   Ring<Traits::kVStages> v_ring;
 
+  bool stores = false;  // the tile before still holds its Q stage
+  std::uint32_t stored_stage = 0;
   float scores[kBlockN / 2];
   std::uint32_t probabilities[kBlockN / 4];  // pairs
   float output[kHeadDim / 2];
@@ -247,10 +266,11 @@ struct Consumer {
       Barrier::wait(&shared.q_full[q_ring.index], q_ring.parity);
       const TileWork<kConsumers>& work = shared.work[q_ring.index];
       const Tile tile = work.tile;
-      if (tile.length < 0) return;
+      if (tile.length < 0) break;
       compute(tile, work.keys, work.span[warpgroup]);
       q_ring.advance();
     }
+    if (stores) release_q();  // shared memory has to outlive the copies
   }
 
   // --- Turns: warpgroup w waits at barrier w for the one before it.
@@ -353,12 +373,15 @@ struct Consumer {
       k_ring = first_k;
       v_ring = first_v;
     }
+    if (stores) release_q();  // a tile without keys has not come past it
     if (row < tile.length) {
       store(tile, row, softmax, empty);
     } else {
-      cutlass::arch::NamedBarrier::sync(128, kEpilogue + warpgroup);  // all warps have read `tile`
+      cutlass::arch::NamedBarrier::sync(128, kEpilogue + warpgroup);  // all warps have read `work`
     }
-    release_q();
+    stores = true;
+    stored_stage = q_ring.index;
+    if (Traits::kQStages == 1) release_q();
   }
 
   // Two products in flight: the scores of a tile of keys and the output of the one before, under whose product the
@@ -369,6 +392,7 @@ struct Consumer {
     int key = key_begin + span.first_tile * kBlockN;
     wait_k();
     issue_scores();
+    if (stores) release_q();
     wgmma_wait<0>();
     pin(scores);
     release_k(tile);
@@ -415,6 +439,7 @@ struct Consumer {
     for (int t = span.first_tile; t < span.last_tile; ++t, key += kBlockN) {
       wait_k();
       issue_scores();
+      if (stores) release_q();
       wgmma_wait<0>();
       pin(scores);
       release_k(tile);
@@ -492,12 +517,14 @@ struct Consumer {
     }
   }
 
-  // By the thread that stores, once the copies have read shared memory.
+  // The last tile's Q stage, by the thread that stores, once the copies have read it. Not at once: the other warps would
+  // have to wait for this thread with their next product.
   __device__ __forceinline__ void release_q() {
     if (warp == 0 && lane == 0) {
       cute::tma_store_wait<0>();
-      Barrier::arrive(&shared.q_empty[q_ring.index]);
+      Barrier::arrive(&shared.q_empty[stored_stage]);
     }
+    stores = false;
   }
 };
 
@@ -518,8 +545,9 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kShape.ctas)
   auto& shared = *reinterpret_cast<Shared<Traits>*>(shared_bytes);
   if (threadIdx.x == 0) {
     for (int i = 0; i < Traits::kQStages; ++i) {
+      Barrier::init(&shared.work_full[i], 1);
       Barrier::init(&shared.q_full[i], 1);
-      Barrier::init(&shared.q_empty[i], Traits::kConsumers);
+      Barrier::init(&shared.q_empty[i], Traits::kConsumers + 1);
     }
     for (int i = 0; i < Traits::kKStages; ++i) {
       Barrier::init(&shared.k_full[i], 1);
@@ -536,7 +564,12 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kShape.ctas)
   if (__syncthreads_or(any_work(schedule))) {
     if (threadIdx.x >= 128 * Traits::kConsumers) {
       if constexpr (Traits::kMovesRegisters) cutlass::arch::warpgroup_reg_dealloc<Traits::kProducerRegisters>();
-      if (threadIdx.x < 128 * Traits::kConsumers + 32) Producer<Traits>{params, shared}.run(schedule);
+      const auto warp = static_cast<int>(threadIdx.x) / 32 - 4 * Traits::kConsumers;
+      if (warp == kSchedulerWarp) {
+        Scheduler<Traits>{params, shared}.run(schedule);
+      } else if (warp == kLoaderWarp && threadIdx.x % 32 == 0) {
+        Loader<Traits>{params, shared}.run();
+      }
     } else {
       if constexpr (Traits::kMovesRegisters) cutlass::arch::warpgroup_reg_alloc<Traits::kConsumerRegisters>();
       Consumer<Traits>(params, shared).run();
