@@ -14,8 +14,6 @@ namespace ragged_attention {
 
 namespace {
 
-using sm90::MaskClass;
-
 bool tma_takes(const RaggedTensor& tensor, std::int64_t heads) {
   return sm90::tma_takes(tensor.data, heads, tensor.row_stride, tensor.head_stride);
 }
@@ -23,16 +21,8 @@ bool tma_takes(const RaggedTensor& tensor, std::int64_t heads) {
 template <typename Element, int kHeadDim>
 void launch_both(const RaggedParams& params, int device, void* stream) {
   // Only shapes are known here. Where they do not rule out a long sequence, the long kernel has to look.
-  const bool any_long = params.rows.total > sm90::kShortRows;
-  if (any_long) {
-    // Only D 128 has different tiles for the two classes.
-    if (kHeadDim == 128 && params.mask.kind == MaskKind::kNull) {
-      sm90::launch_ragged_long<Element, kHeadDim, kHeadDim == 128 ? MaskClass::kFull : MaskClass::kEdged>(
-          params, device, stream);
-    } else {
-      sm90::launch_ragged_long<Element, kHeadDim, MaskClass::kEdged>(params, device, stream);
-    }
-  }
+  const bool any_long = params.rows.total > sm90::Tiles<kHeadDim>::kShortRows;
+  if (any_long) sm90::launch_ragged_long<Element, kHeadDim>(params, device, stream);
   sm90::launch_ragged_short<Element, kHeadDim>(params, any_long, device, stream);
 }
 

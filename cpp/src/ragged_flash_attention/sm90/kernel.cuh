@@ -15,56 +15,40 @@
 #include <type_traits>
 
 #include "common/cuda/launch.h"
-#include "common/cuda/sm90/tickets.h"
 #include "common/cuda/sm90/tma.cuh"
 #include "common/cuda/sm90/wgmma.cuh"
 #include "common/cuda_host.h"
 #include "ragged_flash_attention/sm90/launch.h"
+#include "ragged_flash_attention/sm90/params.cuh"
 #include "ragged_flash_attention/sm90/schedule.h"
 #include "ragged_flash_attention/sm90/softmax.cuh"
+#include "ragged_flash_attention/sm90/tiny.cuh"
 
 namespace ragged_attention::sm90 {
 
-struct RaggedKernelParams {
-  CUtensorMap q, k, v, out;
-  RaggedRows rows;
-  Mask mask;
-  float* lse;  // null when not wanted
-  std::int64_t lse_row_stride, lse_head_stride;
-  float scale_log2;  // scale * log2(e), positive
-  std::int32_t num_heads, group, band, unit_heads;
-  TicketCounter* tickets;  // null: units in a fixed order
-};
-
-template <typename Element_, int kHeadDim_, bool kLong, MaskClass kMaskClass>
+template <typename Element_, int kHeadDim_, bool kLong_>
 struct RaggedTraits {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_;
-  static constexpr TileShape shape() {
-    if constexpr (kLong)
-      return LongTile<kHeadDim, kMaskClass>::kShape;
-    else
-      return ShortTile<kHeadDim>::kShape;
-  }
-  static constexpr TileShape kShape = shape();
+  static constexpr bool kLong = kLong_;
+  static constexpr TileShape kShape = kLong ? Tiles<kHeadDim>::kLong : Tiles<kHeadDim>::kShort;
   static constexpr int kConsumers = kShape.consumers, kBlockM = 64 * kConsumers, kBlockN = kShape.block_n;
   static constexpr int kQStages = kShape.q_stages, kKStages = kShape.k_stages, kVStages = kShape.v_stages;
   static constexpr int kBlocks = (kHeadDim + kBlockColumns - 1) / kBlockColumns;  // of 64 columns
-  using Schedule = std::conditional_t<kLong, sm90::Schedule<kBlockM, kShortRows, 0x7fffffff>,
-                                      sm90::Schedule<kBlockM, 0, kShortRows>>;
+  using Schedule = std::conditional_t<kLong, sm90::Schedule<kBlockM, Tiles<kHeadDim>::kShortRows, 0x7fffffff>,
+                                      sm90::Schedule<kBlockM, 0, Tiles<kHeadDim>::kShortRows>>;
 
   // setmaxnreg moves registers between whole warpgroups, so with it the producers are one too (two of its warps sleep).
   static constexpr bool kMovesRegisters = kConsumers > 1;
   static constexpr int kProducerThreads = kMovesRegisters ? 128 : 64;
   static constexpr int kThreads = 128 * kConsumers + kProducerThreads;
   // Together no more than the launch allocates, 168 or 128 for every thread: setmaxnreg waits for ever for the rest.
-  static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : 56;
-  static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : 224;
+  static constexpr int kProducerRegisters = 56;
+  static constexpr int kConsumerRegisters = kConsumers == 3 ? 152 : 224;
   static_assert(!kMovesRegisters || kConsumers * kConsumerRegisters + kProducerRegisters <=
                                         (kConsumers + 1) * (65536 / kThreads / 8 * 8));
 
   static_assert(kBlockN % 16 == 0 && kHeadDim % 16 == 0);
-  static_assert(!kShape.turns || kShape.overlap);
 };
 
 // A tile of queries as the scheduler hands it on.
@@ -103,7 +87,7 @@ template <typename Traits>
 struct Scheduler {
   const RaggedKernelParams& params;
   Shared<Traits>& shared;
-  Ring<Traits::kQStages> ring = {0, 1};  // the first wait for an empty stage passes
+  Ring<Traits::kQStages> ring;
 
   __device__ __forceinline__ void run(const typename Traits::Schedule& schedule) {
     const auto units = static_cast<std::int32_t>(schedule.num_units());
@@ -161,15 +145,15 @@ struct Scheduler {
   }
 
   __device__ __forceinline__ void announce() {
-    Barrier::wait(&shared.q_empty[ring.index], ring.parity);
-    shared.work[ring.index] = shared.next;
-    Barrier::arrive(&shared.work_full[ring.index]);
-    std::uint64_t* full = &shared.q_full[ring.index];
+    Barrier::wait(&shared.q_empty[ring.index()], ring.empty_parity());
+    shared.work[ring.index()] = shared.next;
+    Barrier::arrive(&shared.work_full[ring.index()]);
+    std::uint64_t* full = &shared.q_full[ring.index()];
     if (shared.next.keys.count > 0) {
       Barrier::arrive_and_expect_tx(full, sizeof(shared.q[0]));
 #pragma unroll
       for (int block = 0; block < Traits::kBlocks; ++block) {
-        load_box(params.q, full, shared.q[ring.index][block], block * kBlockColumns, shared.next.tile.head,
+        load_box(params.q, full, shared.q[ring.index()][block], block * kBlockColumns, shared.next.tile.head,
                  shared.next.tile.begin, shared.next.tile.length, shared.next.tile.row);
       }
     } else {
@@ -185,14 +169,14 @@ struct Loader {
   const RaggedKernelParams& params;
   Shared<Traits>& shared;
   Ring<Traits::kQStages> ring;
-  Ring<Traits::kKStages> k_ring = {0, 1};
-  Ring<Traits::kVStages> v_ring = {0, 1};
+  Ring<Traits::kKStages> k_ring;
+  Ring<Traits::kVStages> v_ring;
 
   __device__ __forceinline__ void run() {
     bool loaded = false;  // the tile before had the same keys and values, and they are still there
     while (true) {
-      Barrier::wait(&shared.work_full[ring.index], ring.parity);
-      const TileWork<Traits::kConsumers>& work = shared.work[ring.index];
+      Barrier::wait(&shared.work_full[ring.index()], ring.full_parity());
+      const TileWork<Traits::kConsumers>& work = shared.work[ring.index()];
       if (work.tile.length < 0) return;
       const KeyTiles keys = work.keys;
       if (keys.count > 0 && !loaded) {
@@ -216,7 +200,7 @@ struct Loader {
         load_values(keys.count - 1);
       }
       loaded = work.tile.keeps_kv;
-      Barrier::arrive(&shared.q_empty[ring.index]);  // `work` has been read
+      Barrier::arrive(&shared.q_empty[ring.index()]);  // `work` has been read
       ring.advance();
     }
   }
@@ -224,11 +208,11 @@ struct Loader {
   template <typename Ring, typename Buffer>
   __device__ __forceinline__ void load(const CUtensorMap& map, Ring& to, Buffer& buffer, std::uint64_t* full,
                                        std::uint64_t* empty, int kv_head, int begin, int length, int key) {
-    Barrier::wait(&empty[to.index], to.parity);
-    Barrier::arrive_and_expect_tx(&full[to.index], sizeof(buffer[0]));
+    Barrier::wait(&empty[to.index()], to.empty_parity());
+    Barrier::arrive_and_expect_tx(&full[to.index()], sizeof(buffer[0]));
 #pragma unroll
     for (int block = 0; block < Traits::kBlocks; ++block) {
-      load_box(map, &full[to.index], buffer[to.index][block], block * kBlockColumns, kv_head, begin, length, key);
+      load_box(map, &full[to.index()], buffer[to.index()][block], block * kBlockColumns, kv_head, begin, length, key);
     }
     to.advance();
   }
@@ -248,7 +232,6 @@ struct Consumer {
   Ring<Traits::kVStages> v_ring;
 
   bool stores = false;  // the tile before still holds its Q stage
-  std::uint32_t stored_stage = 0;
   float scores[kBlockN / 2];
   std::uint32_t probabilities[kBlockN / 4];  // pairs
   float output[kHeadDim / 2];
@@ -263,14 +246,13 @@ struct Consumer {
   __device__ __forceinline__ void run() {
     if (Traits::kShape.turns && warpgroup == kConsumers - 1) pass_turn();  // the first turn is warpgroup 0's
     while (true) {
-      Barrier::wait(&shared.q_full[q_ring.index], q_ring.parity);
-      const TileWork<kConsumers>& work = shared.work[q_ring.index];
-      const Tile tile = work.tile;
-      if (tile.length < 0) break;
-      compute(tile, work.keys, work.span[warpgroup]);
+      Barrier::wait(&shared.q_full[q_ring.index()], q_ring.full_parity());
+      const TileWork<kConsumers>& work = shared.work[q_ring.index()];
+      if (work.tile.length < 0) break;
+      compute(work);
       q_ring.advance();
     }
-    if (stores) release_q();  // shared memory has to outlive the copies
+    if (stores) release_q(1);  // shared memory has to outlive the copies
   }
 
   // --- Turns: warpgroup w waits at barrier w for the one before it.
@@ -286,14 +268,14 @@ struct Consumer {
 
   // --- Rings
 
-  __device__ __forceinline__ void wait_k() { Barrier::wait(&shared.k_full[k_ring.index], k_ring.parity); }
-  __device__ __forceinline__ void wait_v() { Barrier::wait(&shared.v_full[v_ring.index], v_ring.parity); }
+  __device__ __forceinline__ void wait_k() { Barrier::wait(&shared.k_full[k_ring.index()], k_ring.full_parity()); }
+  __device__ __forceinline__ void wait_v() { Barrier::wait(&shared.v_full[v_ring.index()], v_ring.full_parity()); }
   __device__ __forceinline__ void release_k(const Tile& tile) {
-    if (lane == 0 && !tile.keeps_kv) Barrier::arrive(&shared.k_empty[k_ring.index]);
+    if (lane == 0 && !tile.keeps_kv) Barrier::arrive(&shared.k_empty[k_ring.index()]);
     k_ring.advance();
   }
   __device__ __forceinline__ void release_v(const Tile& tile) {
-    if (lane == 0 && !tile.keeps_kv) Barrier::arrive(&shared.v_empty[v_ring.index]);
+    if (lane == 0 && !tile.keeps_kv) Barrier::arrive(&shared.v_empty[v_ring.index()]);
     v_ring.advance();
   }
   // A tile of keys that only other warpgroups need. It has to be waited for all the same: an arrival ahead of it would
@@ -308,8 +290,8 @@ struct Consumer {
   // --- Products, issued and committed; nothing waits here.
 
   __device__ __forceinline__ void issue_scores() {
-    const std::uint64_t q = descriptor_k_major(shared_address(shared.q[q_ring.index][0][64 * warpgroup]));
-    const std::uint64_t k = descriptor_k_major(shared_address(shared.k[k_ring.index]));
+    const std::uint64_t q = descriptor_k_major(shared_address(shared.q[q_ring.index()][0][64 * warpgroup]));
+    const std::uint64_t k = descriptor_k_major(shared_address(shared.k[k_ring.index()]));
     pin(scores);
     wgmma_fence();
 #pragma unroll
@@ -323,7 +305,7 @@ struct Consumer {
   }
 
   __device__ __forceinline__ void issue_output(bool accumulate) {
-    const std::uint64_t v = descriptor_n_major(shared_address(shared.v[v_ring.index]), sizeof(shared.v[0][0]));
+    const std::uint64_t v = descriptor_n_major(shared_address(shared.v[v_ring.index()]), sizeof(shared.v[0][0]));
     pin(output);
     pin(probabilities);
     wgmma_fence();
@@ -338,70 +320,64 @@ struct Consumer {
 
   // --- One tile of queries
 
-  __device__ __forceinline__ void compute(const Tile& tile, const KeyTiles keys, const KeySpan span) {
+  // `work` stays in shared memory and is read where it is needed: registers are short.
+  __device__ __forceinline__ void compute(const TileWork<kConsumers>& work) {
     OnlineSoftmax softmax(params.scale_log2);
-    const int row = tile.row + 64 * warpgroup;  // of the sequence
+    const KeySpan& span = work.span[warpgroup];
     const bool empty = span.first_tile == span.last_tile;
     const auto first_k = k_ring;
     const auto first_v = v_ring;
-    if (keys.count > 0) {
-      // Every warpgroup takes a turn for each tile but the first, whatever it needs of the keys, and in step with them.
+    // Every warpgroup takes a turn for each tile but the first, whatever it needs of the keys, and in step with them.
 #pragma unroll 1
-      for (int t = 0; t < span.first_tile; ++t) {
-        skip_tile(tile);
+    for (int t = 0; t < span.first_tile; ++t) {
+      skip_tile(work.tile);
+      take_turn();
+      pass_turn();
+    }
+    if (!empty) {
+      attend(work, softmax);
+      softmax.finish();
+    }
+#pragma unroll 1
+    for (int t = span.last_tile; t < work.keys.count; ++t) {
+      if (t > 0) {
         take_turn();
         pass_turn();
       }
-      if (!empty) {
-        if constexpr (Traits::kShape.overlap) {
-          attend_overlapped(tile, row, keys.begin, span, softmax);
-        } else {
-          attend(tile, row, keys.begin, span, softmax);
-        }
-        softmax.finish();
-      }
-#pragma unroll 1
-      for (int t = span.last_tile; t < keys.count; ++t) {
-        if (t > 0) {
-          take_turn();
-          pass_turn();
-        }
-        skip_tile(tile);
-      }
+      skip_tile(work.tile);
     }
-    if (tile.keeps_kv) {
+    if (work.tile.keeps_kv) {
       k_ring = first_k;
       v_ring = first_v;
     }
-    if (stores) release_q();  // a tile without keys has not come past it
-    if (row < tile.length) {
-      store(tile, row, softmax, empty);
+    if (stores) release_q(1);  // a tile without keys has not come past it
+    if (work.tile.row + 64 * warpgroup < work.tile.length) {
+      store(work.tile, softmax, empty);
     } else {
       cutlass::arch::NamedBarrier::sync(128, kEpilogue + warpgroup);  // all warps have read `work`
     }
     stores = true;
-    stored_stage = q_ring.index;
-    if (Traits::kQStages == 1) release_q();
+    if (Traits::kQStages == 1) release_q(0);
   }
 
   // Two products in flight: the scores of a tile of keys and the output of the one before, under whose product the
   // softmax runs.
-  __device__ __forceinline__ void attend_overlapped(const Tile& tile, int row, int key_begin, const KeySpan& span,
-                                                    OnlineSoftmax& softmax) {
+  __device__ __forceinline__ void attend(const TileWork<kConsumers>& work, OnlineSoftmax& softmax) {
+    const KeySpan& span = work.span[warpgroup];
     float factor[2];
-    int key = key_begin + span.first_tile * kBlockN;
+    int key = work.keys.begin + span.first_tile * kBlockN;
     wait_k();
     issue_scores();
-    if (stores) release_q();
+    if (stores) release_q(1);
     wgmma_wait<0>();
     pin(scores);
-    release_k(tile);
-    mask(tile, row, key, span);
+    release_k(work.tile);
+    mask(work.tile, span, key);
     softmax.update(scores, factor);
     pack_all<Element>(scores, probabilities);
     bool accumulate = false;
 #pragma unroll 1
-    for (int t = span.first_tile + 1; t < span.last_tile; ++t) {
+    for (int left = span.last_tile - span.first_tile - 1; left > 0; --left) {
       key += kBlockN;
       wait_k();
       take_turn();
@@ -412,13 +388,13 @@ struct Consumer {
       pass_turn();
       wgmma_wait<1>();
       pin(scores);
-      release_k(tile);
-      mask(tile, row, key, span);
+      release_k(work.tile);
+      mask(work.tile, span, key);
       softmax.update(scores, factor);
       wgmma_wait<0>();
       pin(output);
       pin(probabilities);
-      release_v(tile);
+      release_v(work.tile);
       pack_all<Element>(scores, probabilities);
       scale_rows(output, factor);
     }
@@ -427,61 +403,38 @@ struct Consumer {
     wgmma_wait<0>();
     pin(output);
     pin(probabilities);
-    release_v(tile);
+    release_v(work.tile);
   }
 
-  // One product at a time, in fewer registers: the other CTAs of the multiprocessor fill the gaps.
-  __device__ __forceinline__ void attend(const Tile& tile, int row, int key_begin, const KeySpan& span,
-                                         OnlineSoftmax& softmax) {
-    int key = key_begin + span.first_tile * kBlockN;
-    bool accumulate = false;
-#pragma unroll 1
-    for (int t = span.first_tile; t < span.last_tile; ++t, key += kBlockN) {
-      wait_k();
-      issue_scores();
-      if (stores) release_q();
-      wgmma_wait<0>();
-      pin(scores);
-      release_k(tile);
-      mask(tile, row, key, span);
-      float factor[2];
-      softmax.update(scores, factor);
-      pack_all<Element>(scores, probabilities);
-      if (accumulate) scale_rows(output, factor);
-      wait_v();
-      issue_output(accumulate);
-      wgmma_wait<0>();
-      pin(output);
-      pin(probabilities);
-      release_v(tile);
-      accumulate = true;
-    }
+  // Of the thread's row r, 0 or 1: its number in the sequence.
+  __device__ __forceinline__ int row_of(const Tile& tile, int r) const {
+    return tile.row + 64 * warpgroup + 16 * warp + lane / 4 + 8 * r;
   }
 
-  __device__ __forceinline__ void mask(const Tile& tile, int row, int key, const KeySpan& span) {
+  __device__ __forceinline__ void mask(const Tile& tile, const KeySpan& span, int key) {
     if (key >= span.full_begin && key + kBlockN <= span.full_end) return;
     int lo[2], hi[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const int mine = min(row + 16 * warp + lane / 4 + 8 * r, tile.length - 1);
+      const int row = min(row_of(tile, r), tile.length - 1);
       const int column = key + lane % 4 * 2;
-      lo[r] = params.mask.lo(mine, tile.length) - column;
-      hi[r] = params.mask.hi(mine, tile.length) - column;
+      lo[r] = params.mask.lo(row, tile.length) - column;
+      hi[r] = params.mask.hi(row, tile.length) - column;
     }
     mask_rows(scores, lo, hi);
   }
 
   // O / sum to shared memory, in Q's place, and on by TMA; the LSE straight from registers.
-  __device__ __forceinline__ void store(const Tile& tile, int row, const OnlineSoftmax& softmax, bool empty) {
+  __device__ __forceinline__ void store(const Tile& tile, const OnlineSoftmax& softmax, bool empty) {
     const float inverse[2] = {softmax.inverse(0), softmax.inverse(1)};
     scale_rows(output, inverse);
     const std::uint32_t keep = empty ? 0 : 0xffffffff;  // where there were no keys, `output` is what the last tile left
     if (params.lse != nullptr && lane % 4 == 0) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const int mine = row + 16 * warp + lane / 4 + 8 * r;
-        if (mine < tile.length) {
-          params.lse[(std::int64_t{tile.begin} + mine) * params.lse_row_stride + tile.head * params.lse_head_stride] =
+        const int row = row_of(tile, r);
+        if (row < tile.length) {
+          params.lse[(std::int64_t{tile.begin} + row) * params.lse_row_stride + tile.head * params.lse_head_stride] =
               softmax.lse(r);
         }
       }
@@ -492,7 +445,7 @@ struct Consumer {
     const int in_warp = lane % 16;
     const int chunk_of_lane = lane / 16;
     const std::uint32_t rows =
-        shared_address(shared.q[q_ring.index][0][64 * warpgroup + 16 * warp + in_warp]);
+        shared_address(shared.q[q_ring.index()][0][64 * warpgroup + 16 * warp + in_warp]);
 #pragma unroll
     for (int chunk = 0; chunk < kHeadDim / 8; chunk += 2) {
       const std::uint32_t address = rows + chunk / 8 * sizeof(shared.q[0][0]) +
@@ -510,32 +463,53 @@ struct Consumer {
     if (warp == 0 && lane == 0) {
 #pragma unroll
       for (int block = 0; block < Traits::kBlocks; ++block) {
-        store_box(params.out, shared.q[q_ring.index][block][64 * warpgroup], block * kBlockColumns, tile.head,
-                  tile.begin, tile.length, row);
+        store_box(params.out, shared.q[q_ring.index()][block][64 * warpgroup], block * kBlockColumns, tile.head,
+                  tile.begin, tile.length, tile.row + 64 * warpgroup);
       }
       cute::tma_store_arrive();
     }
   }
 
-  // The last tile's Q stage, by the thread that stores, once the copies have read it. Not at once: the other warps would
-  // have to wait for this thread with their next product.
-  __device__ __forceinline__ void release_q() {
+  // The Q stage of `ago` tiles ago, by the thread that stores, once the copies have read it. Not at once: the other warps
+  // would have to wait for this thread with their next product.
+  __device__ __forceinline__ void release_q(std::uint32_t ago) {
     if (warp == 0 && lane == 0) {
       cute::tma_store_wait<0>();
-      Barrier::arrive(&shared.q_empty[stored_stage]);
+      Barrier::arrive(&shared.q_empty[(q_ring.position - ago) % Traits::kQStages]);
     }
     stores = false;
   }
 };
 
-// Whether this thread knows of a segment that is this kernel's: all of them together know all.
-template <typename Schedule>
-__device__ __forceinline__ bool any_work(const Schedule& schedule) {
-  bool found = false;
-  for (std::int64_t segment = threadIdx.x; segment < schedule.rows.num_segments() && !found; segment += blockDim.x) {
-    found = Schedule::takes(schedule.rows.rows(segment).size());
+// What there is for this kernel to do.
+enum Work : int { kTiles = 1, kTinySequences = 2, kAllWork = 3 };
+
+// What this thread's segments ask for: all threads together see all segments.
+template <typename Traits>
+__device__ __forceinline__ int find_work(const RaggedRows& rows) {
+  int found = 0;
+  for (std::int64_t segment = threadIdx.x; segment < rows.num_segments() && found != kAllWork; segment += blockDim.x) {
+    const std::int64_t length = rows.rows(segment).size();
+    if (Traits::Schedule::takes(length, rows.owned(segment))) found |= kTiles;
+    if (!Traits::kLong && is_tiny(length, rows.owned(segment))) found |= kTinySequences;
   }
   return found;
+}
+
+// By all consumer warps of the grid.
+template <typename Traits>
+__device__ __forceinline__ void attend_tiny_sequences(const RaggedKernelParams& params) {
+  const TinySequence<typename Traits::Element, Traits::kHeadDim> sequence(params);
+  const int kv_heads = params.num_heads / params.group;
+  constexpr int kWarps = 4 * Traits::kConsumers;
+  const std::int64_t tasks = params.rows.batch * kv_heads, step = std::int64_t{gridDim.x} * kWarps;
+  for (std::int64_t task = std::int64_t{blockIdx.x} * kWarps + threadIdx.x / 32; task < tasks; task += step) {
+    const std::int64_t segment = task / kv_heads + 1;
+    const RowRange range = params.rows.rows(segment);
+    if (is_tiny(range.size(), true)) {
+      sequence.run(range.begin, static_cast<int>(range.size()), static_cast<int>(task % kv_heads));
+    }
+  }
 }
 
 template <typename Traits>
@@ -561,18 +535,25 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kShape.ctas)
   }
   cudaTriggerProgrammaticLaunchCompletion();
   const typename Traits::Schedule schedule{params.rows, params.num_heads, params.band, params.unit_heads};
-  if (__syncthreads_or(any_work(schedule))) {
+  const int mine = find_work<Traits>(params.rows);
+  const bool tiles = __syncthreads_or(mine & kTiles), tiny = __syncthreads_or(mine & kTinySequences);
+  if (tiles || tiny) {
     if (threadIdx.x >= 128 * Traits::kConsumers) {
       if constexpr (Traits::kMovesRegisters) cutlass::arch::warpgroup_reg_dealloc<Traits::kProducerRegisters>();
       const auto warp = static_cast<int>(threadIdx.x) / 32 - 4 * Traits::kConsumers;
-      if (warp == kSchedulerWarp) {
+      if (!tiles) {
+        // nothing to load
+      } else if (warp == kSchedulerWarp) {
         Scheduler<Traits>{params, shared}.run(schedule);
       } else if (warp == kLoaderWarp && threadIdx.x % 32 == 0) {
         Loader<Traits>{params, shared}.run();
       }
     } else {
       if constexpr (Traits::kMovesRegisters) cutlass::arch::warpgroup_reg_alloc<Traits::kConsumerRegisters>();
-      Consumer<Traits>(params, shared).run();
+      if (tiles) Consumer<Traits>(params, shared).run();
+      if constexpr (!Traits::kLong) {
+        if (tiny) attend_tiny_sequences<Traits>(params);
+      }
     }
   }
   if (threadIdx.x == 128 * Traits::kConsumers && params.tickets != nullptr) {  // the thread that drew
@@ -598,14 +579,21 @@ void launch_ragged(const RaggedParams& params, bool after_long, int device, Stre
   encode(&kernel_params.v, params.v.data, params.v.row_stride, params.v.head_stride, params.num_kv_heads,
          Traits::kBlockN);
   encode(&kernel_params.out, params.out, params.out_row_stride, params.out_head_stride, params.num_q_heads, 64);
-  kernel_params.rows = params.rows;
-  kernel_params.mask = params.mask;
+  kernel_params.q_rows = params.q;
+  kernel_params.k_rows = params.k;
+  kernel_params.v_rows = params.v;
+  kernel_params.out_data = params.out;
+  kernel_params.out_row_stride = params.out_row_stride;
+  kernel_params.out_head_stride = params.out_head_stride;
   kernel_params.lse = params.lse;
   kernel_params.lse_row_stride = params.lse_row_stride;
   kernel_params.lse_head_stride = params.lse_head_stride;
+  kernel_params.rows = params.rows;
+  kernel_params.mask = params.mask;
   kernel_params.scale_log2 = params.scale * 1.4426950408889634f;
   kernel_params.num_heads = params.num_q_heads;
   kernel_params.group = params.group();
+  kernel_params.head_dim = params.head_dim;
   kernel_params.tickets = next_ticket_counter(device, stream);
   // In a fixed order, bands would upset the balance between CTAs more than they save.
   kernel_params.band = kernel_params.tickets == nullptr
@@ -626,14 +614,14 @@ void launch_ragged(const RaggedParams& params, bool after_long, int device, Stre
                                 static_cast<cudaStream_t>(stream), "launching ragged_flash_attention", after_long);
 }
 
-template <typename Element, int kHeadDim, MaskClass kMaskClass>
+template <typename Element, int kHeadDim>
 void launch_ragged_long(const RaggedParams& params, int device, StreamHandle stream) {
-  launch_ragged<RaggedTraits<Element, kHeadDim, true, kMaskClass>>(params, false, device, stream);
+  launch_ragged<RaggedTraits<Element, kHeadDim, true>>(params, false, device, stream);
 }
 
 template <typename Element, int kHeadDim>
 void launch_ragged_short(const RaggedParams& params, bool after_long, int device, StreamHandle stream) {
-  launch_ragged<RaggedTraits<Element, kHeadDim, false, MaskClass::kEdged>>(params, after_long, device, stream);
+  launch_ragged<RaggedTraits<Element, kHeadDim, false>>(params, after_long, device, stream);
 }
 
 }  // namespace ragged_attention::sm90

@@ -10,8 +10,8 @@ using StreamHandle = void*;
 
 // Element: cutlass::bfloat16_t or cutlass::half_t. kHeadDim is the bucket; params.head_dim may be smaller.
 //
-// Sequences of more than kShortRows rows.
-template <typename Element, int kHeadDim, MaskClass kMaskClass>
+// Sequences of more than Tiles<kHeadDim>::kShortRows rows.
+template <typename Element, int kHeadDim>
 void launch_ragged_long(const RaggedParams& params, int device, StreamHandle stream);
 
 // All other rows, those of no sequence included. `after_long`: the long kernel has just been launched on the same

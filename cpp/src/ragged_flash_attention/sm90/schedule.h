@@ -25,8 +25,14 @@ struct Unit {
   std::int32_t head = 0;  // the first
 };
 
-// The segments (sequences, and the unowned rows at both ends) of more than `kLonger` and at most `kLongest` rows, cut
-// into tiles of kBlockM rows.
+// Sequences of so few rows need no tiles: the short kernel gives each a warp for every kv head (tiny.cuh).
+constexpr std::int64_t kTinyRows = 16;
+RAGGED_ATTENTION_HOST_DEVICE bool is_tiny(std::int64_t length, bool owned) {
+  return owned && length > 0 && length <= kTinyRows;
+}
+
+// The segments (sequences, and the unowned rows at both ends) of more than `kLonger` and at most `kLongest` rows that
+// are not tiny, cut into tiles of kBlockM rows.
 //
 // Tiles have ids that need no prefix sum. Tile m of a segment that begins at row b has the id f(b) + m, where
 //     f(b) = b / kBlockM + b / kLonger      if kLonger > 0: two such segments begin more than kLonger rows apart,
@@ -57,8 +63,8 @@ struct Schedule {
     return static_cast<std::int32_t>(begin / kBlockM + mark);
   }
 
-  RAGGED_ATTENTION_HOST_DEVICE static bool takes(std::int64_t length) {
-    return length > kLonger && length <= kLongest;
+  RAGGED_ATTENTION_HOST_DEVICE static bool takes(std::int64_t length, bool owned) {
+    return length > kLonger && length <= kLongest && !is_tiny(length, owned);
   }
 
   // Units run over the heads of a band first, then over ids from the last to the first (under a causal mask a
@@ -78,7 +84,7 @@ struct Schedule {
     const RowRange range = rows.rows(segment);
     const auto begin = static_cast<std::int32_t>(range.begin), length = static_cast<std::int32_t>(range.size());
     const std::int32_t m = id - first_id(segment);
-    if (!takes(length) || m < 0 || m > (length - 1) / kBlockM) return result;
+    if (!takes(length, rows.owned(segment)) || m < 0 || m > (length - 1) / kBlockM) return result;
     result.begin = begin;
     result.length = length;
     result.row = m * kBlockM;

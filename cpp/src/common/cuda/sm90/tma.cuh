@@ -14,20 +14,18 @@ namespace ragged_attention::sm90 {
 
 using Barrier = cutlass::arch::ClusterTransactionBarrier;
 
-// Where a ring of kStages buffers stands: the next one, and the parity its barrier will complete with.
+// Where a ring of kStages buffers stands, in one register.
 template <int kStages>
 struct Ring {
-  std::uint32_t index = 0;
-  std::uint32_t parity = 0;
+  static_assert((kStages & (kStages - 1)) == 0);
+  std::uint32_t position = 0;  // buffers used so far
 
-  __device__ __forceinline__ void advance() {
-    if constexpr (kStages == 1) {
-      parity ^= 1;
-    } else if (++index == kStages) {
-      index = 0;
-      parity ^= 1;
-    }
-  }
+  __device__ __forceinline__ std::uint32_t index() const { return position % kStages; }
+  // That the barrier of buffer index() completes with when it is full. When it is empty again: the other.
+  __device__ __forceinline__ std::uint32_t full_parity() const { return position / kStages % 2; }
+  // The first use of a buffer does not have to wait: a new barrier passes for the parity before its first.
+  __device__ __forceinline__ std::uint32_t empty_parity() const { return full_parity() ^ 1; }
+  __device__ __forceinline__ void advance() { ++position; }
 };
 
 // A box of 64 columns of one head, from row `row` of the sequence that has `length` rows from `begin` on. Rows past its

@@ -2,8 +2,7 @@
 
 namespace ragged_attention::sm90 {
 
-template void launch_ragged_long<cutlass::bfloat16_t, 128, MaskClass::kFull>(const RaggedParams&, int, StreamHandle);
-template void launch_ragged_long<cutlass::bfloat16_t, 128, MaskClass::kEdged>(const RaggedParams&, int, StreamHandle);
+template void launch_ragged_long<cutlass::bfloat16_t, 128>(const RaggedParams&, int, StreamHandle);
 template void launch_ragged_short<cutlass::bfloat16_t, 128>(const RaggedParams&, bool, int, StreamHandle);
 
 }  // namespace ragged_attention::sm90
