@@ -569,8 +569,8 @@ void launch_ragged(const RaggedParams& params, bool after_long, int device, Stre
   RaggedKernelParams kernel_params;
   const bool is_bfloat16 = params.dtype == kBFloat16;
   const auto encode = [&](CUtensorMap* map, const void* data, std::int64_t row_stride, std::int64_t head_stride,
-                          std::int64_t heads, int box_rows) {
-    encode_ragged(map, data, is_bfloat16, params.rows.total, heads, params.head_dim, row_stride, head_stride, box_rows);
+                          std::int32_t heads, std::int32_t box_rows) {
+    encode_ragged(map, data, {row_stride, head_stride, heads, params.head_dim, box_rows, is_bfloat16});
   };
   encode(&kernel_params.q, params.q.data, params.q.row_stride, params.q.head_stride, params.num_q_heads,
          Traits::kBlockM);

@@ -2,6 +2,9 @@
 
 #include <cuda_runtime_api.h>
 
+#include <cstddef>
+#include <string>
+
 #include "common/cuda/alignment.h"
 #include "common/cuda/runtime.h"
 
@@ -9,20 +12,41 @@ namespace ragged_attention::sm90 {
 
 namespace {
 
-using Encode = decltype(&cuTensorMapEncodeTiled);
-
 // From the driver that is loaded, so that nothing links against libcuda.
-Encode driver_encode() {
+void* driver_function(const char* name) {
   void* function = nullptr;
   cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
-  check_cuda(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &found),
-             "looking up cuTensorMapEncodeTiled");
-  if (found != cudaDriverEntryPointSuccess) throw CudaError("the driver has no cuTensorMapEncodeTiled");
-  return reinterpret_cast<Encode>(function);
+  check_cuda(cudaGetDriverEntryPointByVersion(name, &function, 12000, cudaEnableDefault, &found),
+             "looking up a driver function");
+  if (found != cudaDriverEntryPointSuccess) throw CudaError(std::string("the driver has no ") + name);
+  return function;
+}
+
+void check_driver(CUresult result, const char* doing) {
+  if (result == CUDA_SUCCESS) return;
+  throw CudaError("CUDA error " + std::to_string(static_cast<int>(result)) + " while " + doing);
 }
 
 constexpr std::int64_t kBytes = 2;  // of an element
 constexpr std::int64_t kZSpan = std::int64_t{1} << 34;  // elements; z's stride is this less a row's
+
+void encode(CUtensorMap* map, const RaggedBoxes& boxes, void* data) {
+  const std::int64_t rows = boxes.row_stride;
+  const cuuint64_t sizes[5] = {static_cast<cuuint64_t>(boxes.head_dim), static_cast<cuuint64_t>(boxes.heads),
+                               static_cast<cuuint64_t>(kRaggedWrap), static_cast<cuuint64_t>(kRaggedWrap) + 1,
+                               static_cast<cuuint64_t>(kRaggedWrap) + 1};
+  const cuuint64_t strides[4] = {static_cast<cuuint64_t>(boxes.head_stride * kBytes),
+                                 static_cast<cuuint64_t>(rows * kBytes), static_cast<cuuint64_t>(rows * kBytes),
+                                 static_cast<cuuint64_t>((kZSpan - rows) * kBytes)};
+  const cuuint32_t box[5] = {64, 1, static_cast<cuuint32_t>(boxes.box_rows), 1, 1};
+  const cuuint32_t element_strides[5] = {1, 1, 1, 1, 1};
+  static const auto function = reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(driver_function("cuTensorMapEncodeTiled"));
+  check_driver(function(map, boxes.is_bfloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 5,
+                        data, sizes, strides, box, element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                        CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                        CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE),
+               "encoding a tensor map");
+}
 
 }  // namespace
 
@@ -32,26 +56,29 @@ bool tma_takes(const void* data, std::int64_t heads, std::int64_t row_stride, st
          row_stride < kZSpan && head_stride < kZSpan;
 }
 
-void encode_ragged(CUtensorMap* map, const void* data, bool is_bfloat16, std::int64_t rows, std::int64_t heads,
-                   std::int64_t head_dim, std::int64_t row_stride, std::int64_t head_stride, int box_rows) {
-  if (heads == 1) head_stride = head_dim;
-  const cuuint64_t sizes[5] = {static_cast<cuuint64_t>(head_dim), static_cast<cuuint64_t>(heads),
-                               static_cast<cuuint64_t>(kRaggedWrap), static_cast<cuuint64_t>(rows) + 1,
-                               static_cast<cuuint64_t>(kRaggedWrap) + 1};
-  const cuuint64_t strides[4] = {static_cast<cuuint64_t>(head_stride * kBytes),
-                                 static_cast<cuuint64_t>(row_stride * kBytes),
-                                 static_cast<cuuint64_t>(row_stride * kBytes),
-                                 static_cast<cuuint64_t>((kZSpan - row_stride) * kBytes)};
-  const cuuint32_t box[5] = {64, 1, static_cast<cuuint32_t>(box_rows), 1, 1};
-  const cuuint32_t element_strides[5] = {1, 1, 1, 1, 1};
-  static const Encode encode = driver_encode();
-  const CUresult result =
-      encode(map, is_bfloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 5,
-             const_cast<void*>(data), sizes, strides, box, element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE,
-             CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  if (result != CUDA_SUCCESS) {
-    throw CudaError("CUDA error " + std::to_string(static_cast<int>(result)) + " while encoding a tensor map");
+void encode_ragged(CUtensorMap* map, const void* data, RaggedBoxes boxes) {
+  if (boxes.heads == 1) boxes.head_stride = boxes.head_dim;
+  // A model calls with a few shapes and ever new addresses: the rest of a descriptor is kept, by each thread for itself.
+  struct Entry {
+    RaggedBoxes boxes;
+    CUtensorMap map;
+  };
+  constexpr std::size_t kEntries = 64;
+  static thread_local Entry cache[kEntries] = {};
+  const std::size_t hash = static_cast<std::size_t>(boxes.row_stride * 7 + boxes.head_stride * 5 + boxes.heads * 3 +
+                                                    boxes.box_rows + boxes.head_dim + boxes.is_bfloat16);
+  Entry& entry = cache[(hash ^ hash >> 6 ^ hash >> 12) % kEntries];
+  if (!(entry.boxes == boxes)) {
+    entry.boxes = {};
+    encode(&entry.map, boxes, const_cast<void*>(data));
+    entry.boxes = boxes;
+    *map = entry.map;
+    return;
   }
+  static const auto replace =
+      reinterpret_cast<decltype(&cuTensorMapReplaceAddress)>(driver_function("cuTensorMapReplaceAddress"));
+  *map = entry.map;
+  check_driver(replace(map, const_cast<void*>(data)), "changing a tensor map's address");
 }
 
 }  // namespace ragged_attention::sm90

@@ -28,9 +28,18 @@ RAGGED_ATTENTION_HOST_DEVICE std::int32_t ragged_end(std::int32_t begin, std::in
 // strides on 16 bytes, none negative or too long.
 bool tma_takes(const void* data, std::int64_t heads, std::int64_t row_stride, std::int64_t head_stride);
 
-// A descriptor of one that it takes, read or written in boxes of 64 columns x `box_rows` rows of one head with the
-// 128-byte swizzle.
-void encode_ragged(CUtensorMap* map, const void* data, bool is_bfloat16, std::int64_t rows, std::int64_t heads,
-                   std::int64_t head_dim, std::int64_t row_stride, std::int64_t head_stride, int box_rows);
+// Such a tensor in boxes of 64 columns x `box_rows` rows of one head, with the 128-byte swizzle. Strides in elements.
+struct RaggedBoxes {
+  std::int64_t row_stride = 0, head_stride = 0;
+  std::int32_t heads = 0, head_dim = 0, box_rows = 0;
+  bool is_bfloat16 = false;
+
+  bool operator==(const RaggedBoxes& other) const {
+    return row_stride == other.row_stride && head_stride == other.head_stride && heads == other.heads &&
+           head_dim == other.head_dim && box_rows == other.box_rows && is_bfloat16 == other.is_bfloat16;
+  }
+};
+
+void encode_ragged(CUtensorMap* map, const void* data, RaggedBoxes boxes);
 
 }  // namespace ragged_attention::sm90
