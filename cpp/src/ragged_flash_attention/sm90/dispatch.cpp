@@ -18,12 +18,20 @@ bool tma_takes(const RaggedTensor& tensor, std::int64_t heads) {
   return sm90::tma_takes(tensor.data, heads, tensor.row_stride, tensor.head_stride);
 }
 
+// Under a narrow mask, a row's keys are as few as in a short sequence, whatever its length.
+bool narrow(const Mask& mask, std::int64_t short_rows) {
+  return mask.window > 0 && mask.kind != MaskKind::kSlidingWindowNoncausal && mask.window <= short_rows;
+}
+
 template <typename Element, int kHeadDim>
 void launch_both(const RaggedParams& params, int device, void* stream) {
+  constexpr int kShortRows = sm90::Tiles<kHeadDim>::kShortRows;
+  const bool all_short = narrow(params.mask, kShortRows);
   // Only shapes are known here. Where they do not rule out a long sequence, the long kernel has to look.
-  const bool any_long = params.rows.total > sm90::Tiles<kHeadDim>::kShortRows;
+  const bool any_long = !all_short && params.rows.total > kShortRows;
   if (any_long) sm90::launch_ragged_long<Element, kHeadDim>(params, device, stream);
-  sm90::launch_ragged_short<Element, kHeadDim>(params, any_long, device, stream);
+  sm90::launch_ragged_short<Element, kHeadDim>(params, all_short ? sm90::kAnyLength : kShortRows, any_long, device,
+                                               stream);
 }
 
 template <typename Element>

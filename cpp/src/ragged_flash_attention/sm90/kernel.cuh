@@ -35,8 +35,7 @@ struct RaggedTraits {
   static constexpr int kConsumers = kShape.consumers, kBlockM = 64 * kConsumers, kBlockN = kShape.block_n;
   static constexpr int kQStages = kShape.q_stages, kKStages = kShape.k_stages, kVStages = kShape.v_stages;
   static constexpr int kBlocks = (kHeadDim + kBlockColumns - 1) / kBlockColumns;  // of 64 columns
-  using Schedule = std::conditional_t<kLong, sm90::Schedule<kBlockM, Tiles<kHeadDim>::kShortRows, 0x7fffffff>,
-                                      sm90::Schedule<kBlockM, 0, Tiles<kHeadDim>::kShortRows>>;
+  using Schedule = sm90::Schedule<kBlockM, kLong ? Tiles<kHeadDim>::kShortRows : 0>;
 
   // setmaxnreg moves registers between whole warpgroups, so with it the producers are one too (two of its warps sleep).
   static constexpr bool kMovesRegisters = kConsumers > 1;
@@ -266,25 +265,29 @@ struct Consumer {
     }
   }
 
+  __device__ __forceinline__ static bool keeps_kv(const Tile& tile) {
+    return Traits::kShape.unit_heads > 1 && tile.keeps_kv;
+  }
+
   // --- Rings
 
   __device__ __forceinline__ void wait_k() { Barrier::wait(&shared.k_full[k_ring.index()], k_ring.full_parity()); }
   __device__ __forceinline__ void wait_v() { Barrier::wait(&shared.v_full[v_ring.index()], v_ring.full_parity()); }
-  __device__ __forceinline__ void release_k(const Tile& tile) {
-    if (lane == 0 && !tile.keeps_kv) Barrier::arrive(&shared.k_empty[k_ring.index()]);
+  __device__ __forceinline__ void release_k(bool keep) {
+    if (lane == 0 && !keep) Barrier::arrive(&shared.k_empty[k_ring.index()]);
     k_ring.advance();
   }
-  __device__ __forceinline__ void release_v(const Tile& tile) {
-    if (lane == 0 && !tile.keeps_kv) Barrier::arrive(&shared.v_empty[v_ring.index()]);
+  __device__ __forceinline__ void release_v(bool keep) {
+    if (lane == 0 && !keep) Barrier::arrive(&shared.v_empty[v_ring.index()]);
     v_ring.advance();
   }
   // A tile of keys that only other warpgroups need. It has to be waited for all the same: an arrival ahead of it would
   // count for the use before.
-  __device__ __forceinline__ void skip_tile(const Tile& tile) {
+  __device__ __forceinline__ void skip_tile(bool keep) {
     wait_k();
-    release_k(tile);
+    release_k(keep);
     wait_v();
-    release_v(tile);
+    release_v(keep);
   }
 
   // --- Products, issued and committed; nothing waits here.
@@ -330,7 +333,7 @@ struct Consumer {
     // Every warpgroup takes a turn for each tile but the first, whatever it needs of the keys, and in step with them.
 #pragma unroll 1
     for (int t = 0; t < span.first_tile; ++t) {
-      skip_tile(work.tile);
+      skip_tile(keeps_kv(work.tile));
       take_turn();
       pass_turn();
     }
@@ -344,9 +347,9 @@ struct Consumer {
         take_turn();
         pass_turn();
       }
-      skip_tile(work.tile);
+      skip_tile(keeps_kv(work.tile));
     }
-    if (work.tile.keeps_kv) {
+    if (keeps_kv(work.tile)) {
       k_ring = first_k;
       v_ring = first_v;
     }
@@ -363,7 +366,9 @@ struct Consumer {
   // Two products in flight: the scores of a tile of keys and the output of the one before, under whose product the
   // softmax runs.
   __device__ __forceinline__ void attend(const TileWork<kConsumers>& work, OnlineSoftmax& softmax) {
-    const KeySpan& span = work.span[warpgroup];
+    // These are needed in every turn of the loop, where a read would be waited for.
+    const KeySpan span = work.span[warpgroup];
+    const bool keep = keeps_kv(work.tile);
     float factor[2];
     int key = work.keys.begin + span.first_tile * kBlockN;
     wait_k();
@@ -371,7 +376,7 @@ struct Consumer {
     if (stores) release_q(1);
     wgmma_wait<0>();
     pin(scores);
-    release_k(work.tile);
+    release_k(keep);
     mask(work.tile, span, key);
     softmax.update(scores, factor);
     pack_all<Element>(scores, probabilities);
@@ -388,13 +393,13 @@ struct Consumer {
       pass_turn();
       wgmma_wait<1>();
       pin(scores);
-      release_k(work.tile);
+      release_k(keep);
       mask(work.tile, span, key);
       softmax.update(scores, factor);
       wgmma_wait<0>();
       pin(output);
       pin(probabilities);
-      release_v(work.tile);
+      release_v(keep);
       pack_all<Element>(scores, probabilities);
       scale_rows(output, factor);
     }
@@ -403,7 +408,7 @@ struct Consumer {
     wgmma_wait<0>();
     pin(output);
     pin(probabilities);
-    release_v(work.tile);
+    release_v(keep);
   }
 
   // Of the thread's row r, 0 or 1: its number in the sequence.
@@ -486,22 +491,23 @@ enum Work : int { kTiles = 1, kTinySequences = 2, kAllWork = 3 };
 
 // What this thread's segments ask for: all threads together see all segments.
 template <typename Traits>
-__device__ __forceinline__ int find_work(const RaggedRows& rows) {
+__device__ __forceinline__ int find_work(const typename Traits::Schedule& schedule) {
+  const RaggedRows& rows = schedule.rows;
   int found = 0;
   for (std::int64_t segment = threadIdx.x; segment < rows.num_segments() && found != kAllWork; segment += blockDim.x) {
     const std::int64_t length = rows.rows(segment).size();
-    if (Traits::Schedule::takes(length, rows.owned(segment))) found |= kTiles;
+    if (schedule.takes(length, rows.owned(segment))) found |= kTiles;
     if (!Traits::kLong && is_tiny(length, rows.owned(segment))) found |= kTinySequences;
   }
   return found;
 }
 
-// By all consumer warps of the grid.
+// By all warps of the grid; where registers have moved to the consumers, by theirs.
 template <typename Traits>
 __device__ __forceinline__ void attend_tiny_sequences(const RaggedKernelParams& params) {
   const TinySequence<typename Traits::Element, Traits::kHeadDim> sequence(params);
   const int kv_heads = params.num_heads / params.group;
-  constexpr int kWarps = 4 * Traits::kConsumers;
+  constexpr int kWarps = Traits::kMovesRegisters ? 4 * Traits::kConsumers : Traits::kThreads / 32;
   const std::int64_t tasks = params.rows.batch * kv_heads, step = std::int64_t{gridDim.x} * kWarps;
   for (std::int64_t task = std::int64_t{blockIdx.x} * kWarps + threadIdx.x / 32; task < tasks; task += step) {
     const std::int64_t segment = task / kv_heads + 1;
@@ -534,11 +540,13 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kShape.ctas)
     cutlass::arch::fence_barrier_init();
   }
   cudaTriggerProgrammaticLaunchCompletion();
-  const typename Traits::Schedule schedule{params.rows, params.num_heads, params.band, params.unit_heads};
-  const int mine = find_work<Traits>(params.rows);
+  const typename Traits::Schedule schedule{params.rows, params.longest, params.num_heads, params.band,
+                                           params.unit_heads};
+  const int mine = find_work<Traits>(schedule);
   const bool tiles = __syncthreads_or(mine & kTiles), tiny = __syncthreads_or(mine & kTinySequences);
+  const bool consumes = threadIdx.x < 128 * Traits::kConsumers;
   if (tiles || tiny) {
-    if (threadIdx.x >= 128 * Traits::kConsumers) {
+    if (!consumes) {
       if constexpr (Traits::kMovesRegisters) cutlass::arch::warpgroup_reg_dealloc<Traits::kProducerRegisters>();
       const auto warp = static_cast<int>(threadIdx.x) / 32 - 4 * Traits::kConsumers;
       if (!tiles) {
@@ -551,9 +559,13 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kShape.ctas)
     } else {
       if constexpr (Traits::kMovesRegisters) cutlass::arch::warpgroup_reg_alloc<Traits::kConsumerRegisters>();
       if (tiles) Consumer<Traits>(params, shared).run();
-      if constexpr (!Traits::kLong) {
+      if constexpr (!Traits::kLong && Traits::kMovesRegisters) {
         if (tiny) attend_tiny_sequences<Traits>(params);
       }
+    }
+    if constexpr (!Traits::kLong && !Traits::kMovesRegisters) {
+      __syncwarp();
+      if (tiny) attend_tiny_sequences<Traits>(params);
     }
   }
   if (threadIdx.x == 128 * Traits::kConsumers && params.tickets != nullptr) {  // the thread that drew
@@ -565,7 +577,8 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kShape.ctas)
 }
 
 template <typename Traits>
-void launch_ragged(const RaggedParams& params, bool after_long, int device, StreamHandle stream) {
+void launch_ragged(const RaggedParams& params, std::int32_t longest, bool after_long, int device,
+                   StreamHandle stream) {
   RaggedKernelParams kernel_params;
   const bool is_bfloat16 = params.dtype == kBFloat16;
   const auto encode = [&](CUtensorMap* map, const void* data, std::int64_t row_stride, std::int64_t head_stride,
@@ -599,11 +612,12 @@ void launch_ragged(const RaggedParams& params, bool after_long, int device, Stre
   kernel_params.band = kernel_params.tickets == nullptr
                            ? params.num_q_heads
                            : heads_in_band(params.rows, params.mask, params.num_kv_heads, params.group(), params.head_dim);
-  typename Traits::Schedule schedule{params.rows, params.num_q_heads, kernel_params.band, 1};
+  kernel_params.longest = longest;
+  typename Traits::Schedule schedule{params.rows, longest, params.num_q_heads, kernel_params.band, 1};
   const int resident = cuda_device_info(device).num_multiprocessors * Traits::kShape.ctas;
   // Several heads a unit share a search and perhaps their keys; but there has to be work for everybody.
   for (int heads = 2; heads <= Traits::kShape.unit_heads; ++heads) {
-    if (schedule.num_ids() * params.num_q_heads / heads < 8 * resident) break;
+    if (schedule.num_ids() * params.num_q_heads / heads < 16 * resident) break;
     if (kernel_params.band % heads == 0 && (params.group() % heads == 0 || heads % params.group() == 0)) {
       schedule.unit_heads = heads;
     }
@@ -616,12 +630,13 @@ void launch_ragged(const RaggedParams& params, bool after_long, int device, Stre
 
 template <typename Element, int kHeadDim>
 void launch_ragged_long(const RaggedParams& params, int device, StreamHandle stream) {
-  launch_ragged<RaggedTraits<Element, kHeadDim, true>>(params, false, device, stream);
+  launch_ragged<RaggedTraits<Element, kHeadDim, true>>(params, kAnyLength, false, device, stream);
 }
 
 template <typename Element, int kHeadDim>
-void launch_ragged_short(const RaggedParams& params, bool after_long, int device, StreamHandle stream) {
-  launch_ragged<RaggedTraits<Element, kHeadDim, false>>(params, after_long, device, stream);
+void launch_ragged_short(const RaggedParams& params, std::int32_t longest, bool after_long, int device,
+                         StreamHandle stream) {
+  launch_ragged<RaggedTraits<Element, kHeadDim, false>>(params, longest, after_long, device, stream);
 }
 
 }  // namespace ragged_attention::sm90

@@ -14,9 +14,10 @@ using StreamHandle = void*;
 template <typename Element, int kHeadDim>
 void launch_ragged_long(const RaggedParams& params, int device, StreamHandle stream);
 
-// All other rows, those of no sequence included. `after_long`: the long kernel has just been launched on the same
-// stream; this one may start beside it.
+// Sequences of at most `longest` rows, and the rows of no sequence up to as many: kShortRows, or kAnyLength where there is
+// no long kernel in the call. `after_long`: it has just been launched on the same stream; this one may start beside it.
 template <typename Element, int kHeadDim>
-void launch_ragged_short(const RaggedParams& params, bool after_long, int device, StreamHandle stream);
+void launch_ragged_short(const RaggedParams& params, std::int32_t longest, bool after_long, int device,
+                         StreamHandle stream);
 
 }  // namespace ragged_attention::sm90

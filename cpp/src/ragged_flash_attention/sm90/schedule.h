@@ -19,6 +19,8 @@ struct Tile {
   bool keeps_kv = false;   // the next tile meets the same keys and values, and they stay where they are
 };
 
+constexpr std::int32_t kAnyLength = 0x7fffffff;
+
 // Work is handed out in units: a tile's rows and `unit_heads` query heads.
 struct Unit {
   std::int32_t id = 0;
@@ -31,7 +33,7 @@ RAGGED_ATTENTION_HOST_DEVICE bool is_tiny(std::int64_t length, bool owned) {
   return owned && length > 0 && length <= kTinyRows;
 }
 
-// The segments (sequences, and the unowned rows at both ends) of more than `kLonger` and at most `kLongest` rows that
+// The segments (sequences, and the unowned rows at both ends) of more than `kLonger` and at most `longest` rows that
 // are not tiny, cut into tiles of kBlockM rows.
 //
 // Tiles have ids that need no prefix sum. Tile m of a segment that begins at row b has the id f(b) + m, where
@@ -41,9 +43,10 @@ RAGGED_ATTENTION_HOST_DEVICE bool is_tiny(std::int64_t length, bool owned) {
 // its rows, so ids never collide. Some ids belong to no tile.
 //
 // Rows, ids and units must stay under 2^30 (the host sees to it).
-template <int kBlockM, int kLonger, int kLongest>
+template <int kBlockM, int kLonger>
 struct Schedule {
   RaggedRows rows;
+  std::int32_t longest = kAnyLength;
   std::int32_t num_heads = 1;
   // Heads are taken in bands, all tiles of a band before the next band's, so that the keys and values of the tiles in
   // flight fit in L2. Divides num_heads.
@@ -63,8 +66,8 @@ struct Schedule {
     return static_cast<std::int32_t>(begin / kBlockM + mark);
   }
 
-  RAGGED_ATTENTION_HOST_DEVICE static bool takes(std::int64_t length, bool owned) {
-    return length > kLonger && length <= kLongest && !is_tiny(length, owned);
+  RAGGED_ATTENTION_HOST_DEVICE bool takes(std::int64_t length, bool owned) const {
+    return length > kLonger && length <= longest && !is_tiny(length, owned);
   }
 
   // Units run over the heads of a band first, then over ids from the last to the first (under a causal mask a

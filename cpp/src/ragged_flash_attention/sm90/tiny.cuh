@@ -65,6 +65,12 @@ struct TinySequence {
     return load(params.k_rows, begin + key, kv_head, column, key < length && column < params.head_dim);
   }
 
+  // Of a row of Q.
+  __device__ __forceinline__ Chunk load_query(std::int64_t row, int head, int c, bool valid) const {
+    const int column = 32 * c + 8 * t;
+    return load(params.q_rows, row, head, column, valid && column < params.head_dim);
+  }
+
   // And of the j-th of its four rows of V.
   __device__ __forceinline__ Chunk load_value(std::int64_t begin, int length, int kv_head, int j, int c) const {
     const int key = 2 * t + j % 2 + j / 2 * 8, column = 64 * c + 8 * g;
@@ -103,24 +109,30 @@ struct TinySequence {
       token[r] = min(row / params.group, length - 1);
       head[r] = kv_head * params.group + row % params.group;
     }
+    Chunk q[2][kHolds ? kQkChunks : 1];
+    if constexpr (kHolds) {
+#pragma unroll
+      for (int c = 0; c < kQkChunks; ++c) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) q[r][c] = load_query(begin + token[r], head[r], c, valid[r]);
+      }
+    }
     float scores[2][4] = {};
 #pragma unroll
     for (int c = 0; c < kQkChunks; ++c) {
-      const int column = 32 * c + 8 * t;
-      Chunk q[2], k[2];
+      Chunk a[2], b[2];
 #pragma unroll
-      for (int j = 0; j < 2; ++j) k[j] = kHolds ? keys[j][kHolds ? c : 0] : load_key(begin, length, kv_head, j, c);
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        q[r] = load(params.q_rows, begin + token[r], head[r], column, valid[r] && column < params.head_dim);
+      for (int i = 0; i < 2; ++i) {
+        a[i] = kHolds ? q[i][kHolds ? c : 0] : load_query(begin + token[i], head[i], c, valid[i]);
+        b[i] = kHolds ? keys[i][kHolds ? c : 0] : load_key(begin, length, kv_head, i, c);
       }
 #pragma unroll
       for (int step = 0; step < 2; ++step) {
-        const std::uint32_t a[4] = {q[0].words[2 * step], q[1].words[2 * step], q[0].words[2 * step + 1],
-                                    q[1].words[2 * step + 1]};
+        const std::uint32_t rows_a[4] = {a[0].words[2 * step], a[1].words[2 * step], a[0].words[2 * step + 1],
+                                         a[1].words[2 * step + 1]};
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
-          mma_16x8x16<Element>(scores[j], a, k[j].words[2 * step], k[j].words[2 * step + 1]);
+          mma_16x8x16<Element>(scores[j], rows_a, b[j].words[2 * step], b[j].words[2 * step + 1]);
         }
       }
     }
