@@ -7,11 +7,13 @@
 // its bits.
 #pragma once
 
+#include <cstdint>
+
 namespace ragged_attention::sm90 {
 
 // Shared memory: (64 consumers q_stages + block_n (k_stages + v_stages)) rows of the head dim, up to the next multiple of
 // 64, times 2 bytes; 227 KB a multiprocessor. Registers a thread: block_n / 2 for S, block_n / 4 for P, head_dim / 2 for
-// O and about 30 more, of 168 with one warpgroup, 224 with two and 160 with three.
+// O and about 30 more, of 168 with one warpgroup, 232 with two and 152 with three.
 struct TileShape {
   int consumers;  // warpgroups of 64 query rows
   int block_n;    // keys
@@ -20,6 +22,8 @@ struct TileShape {
   bool turns;      // warpgroups take turns at the tensor cores
   int unit_heads;  // most query heads that a CTA takes at once
 };
+
+constexpr std::int32_t kAnyLength = 0x7fffffff;
 
 template <int kHeadDim>
 struct Tiles;

@@ -42,8 +42,8 @@ struct RaggedTraits {
   static constexpr int kProducerThreads = kMovesRegisters ? 128 : 64;
   static constexpr int kThreads = 128 * kConsumers + kProducerThreads;
   // Together no more than the launch allocates, 168 or 128 for every thread: setmaxnreg waits for ever for the rest.
-  static constexpr int kProducerRegisters = 56;
-  static constexpr int kConsumerRegisters = kConsumers == 3 ? 152 : 224;
+  static constexpr int kProducerRegisters = kConsumers == 3 ? 56 : 40;
+  static constexpr int kConsumerRegisters = kConsumers == 3 ? 152 : 232;
   static_assert(!kMovesRegisters || kConsumers * kConsumerRegisters + kProducerRegisters <=
                                         (kConsumers + 1) * (65536 / kThreads / 8 * 8));
 

@@ -6,6 +6,7 @@
 
 #include "common/mask.h"
 #include "common/ragged.h"
+#include "ragged_flash_attention/sm90/config.h"
 
 namespace ragged_attention::sm90 {
 
@@ -18,8 +19,6 @@ struct Tile {
   bool owned = false;      // false: rows that no sequence owns, to be filled with 0 and -inf
   bool keeps_kv = false;   // the next tile meets the same keys and values, and they stay where they are
 };
-
-constexpr std::int32_t kAnyLength = 0x7fffffff;
 
 // Work is handed out in units: a tile's rows and `unit_heads` query heads.
 struct Unit {
