@@ -225,7 +225,7 @@ struct Consumer {
 
   const RaggedKernelParams& params;
   Shared<Traits>& shared;
-  int warpgroup, warp, lane;  // warp of the warpgroup
+  int warpgroup;
   Ring<Traits::kQStages> q_ring;
   Ring<Traits::kKStages> k_ring;
   Ring<Traits::kVStages> v_ring;
@@ -238,9 +238,10 @@ struct Consumer {
   __device__ __forceinline__ Consumer(const RaggedKernelParams& params_, Shared<Traits>& shared_)
       : params(params_),
         shared(shared_),
-        warpgroup(__shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / 128, 0)),
-        warp(static_cast<int>(threadIdx.x) / 32 % 4),
-        lane(static_cast<int>(threadIdx.x) % 32) {}
+        warpgroup(__shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / 128, 0)) {}
+
+  __device__ __forceinline__ static int warp() { return static_cast<int>(threadIdx.x) / 32 % 4; }  // of the warpgroup
+  __device__ __forceinline__ static int lane() { return static_cast<int>(threadIdx.x) % 32; }
 
   __device__ __forceinline__ void run() {
     if (Traits::kShape.turns && warpgroup == kConsumers - 1) pass_turn();  // the first turn is warpgroup 0's
@@ -274,11 +275,11 @@ struct Consumer {
   __device__ __forceinline__ void wait_k() { Barrier::wait(&shared.k_full[k_ring.index()], k_ring.full_parity()); }
   __device__ __forceinline__ void wait_v() { Barrier::wait(&shared.v_full[v_ring.index()], v_ring.full_parity()); }
   __device__ __forceinline__ void release_k(bool keep) {
-    if (lane == 0 && !keep) Barrier::arrive(&shared.k_empty[k_ring.index()]);
+    if (lane() == 0 && !keep) Barrier::arrive(&shared.k_empty[k_ring.index()]);
     k_ring.advance();
   }
   __device__ __forceinline__ void release_v(bool keep) {
-    if (lane == 0 && !keep) Barrier::arrive(&shared.v_empty[v_ring.index()]);
+    if (lane() == 0 && !keep) Barrier::arrive(&shared.v_empty[v_ring.index()]);
     v_ring.advance();
   }
   // A tile of keys that only other warpgroups need. It has to be waited for all the same: an arrival ahead of it would
@@ -359,15 +360,18 @@ struct Consumer {
     } else {
       cutlass::arch::NamedBarrier::sync(128, kEpilogue + warpgroup);  // all warps have read `work`
     }
-    stores = true;
-    if (Traits::kQStages == 1) release_q(0);
+    if constexpr (Traits::kQStages > 1) {
+      stores = true;
+    } else {
+      release_q(0);
+    }
   }
 
   // Two products in flight: the scores of a tile of keys and the output of the one before, under whose product the
   // softmax runs.
   __device__ __forceinline__ void attend(const TileWork<kConsumers>& work, OnlineSoftmax& softmax) {
-    // These are needed in every turn of the loop, where a read would be waited for.
-    const KeySpan span = work.span[warpgroup];
+    // Needed in every turn of the loop, where a read would be waited for; but at D 256 there are no registers for it.
+    const std::conditional_t<(kHeadDim > 192), const KeySpan&, const KeySpan> span = work.span[warpgroup];
     const bool keep = keeps_kv(work.tile);
     float factor[2];
     int key = work.keys.begin + span.first_tile * kBlockN;
@@ -413,7 +417,7 @@ struct Consumer {
 
   // Of the thread's row r, 0 or 1: its number in the sequence.
   __device__ __forceinline__ int row_of(const Tile& tile, int r) const {
-    return tile.row + 64 * warpgroup + 16 * warp + lane / 4 + 8 * r;
+    return tile.row + 64 * warpgroup + 16 * warp() + lane() / 4 + 8 * r;
   }
 
   __device__ __forceinline__ void mask(const Tile& tile, const KeySpan& span, int key) {
@@ -422,7 +426,7 @@ struct Consumer {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int row = min(row_of(tile, r), tile.length - 1);
-      const int column = key + lane % 4 * 2;
+      const int column = key + lane() % 4 * 2;
       lo[r] = params.mask.lo(row, tile.length) - column;
       hi[r] = params.mask.hi(row, tile.length) - column;
     }
@@ -434,7 +438,7 @@ struct Consumer {
     const float inverse[2] = {softmax.inverse(0), softmax.inverse(1)};
     scale_rows(output, inverse);
     const std::uint32_t keep = empty ? 0 : 0xffffffff;  // where there were no keys, `output` is what the last tile left
-    if (params.lse != nullptr && lane % 4 == 0) {
+    if (params.lse != nullptr && lane() % 4 == 0) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const int row = row_of(tile, r);
@@ -447,10 +451,10 @@ struct Consumer {
     cutlass::arch::NamedBarrier::sync(128, kEpilogue + warpgroup);  // the other warps' products have read Q
     // stmatrix: four 8 x 8 matrices, rows 0-7 and 8-15 of two chunks of 8 columns; lane i gives the address of row i % 8
     // of matrix i / 8. The 16-byte chunks of a row are swizzled by the row.
-    const int in_warp = lane % 16;
-    const int chunk_of_lane = lane / 16;
+    const int in_warp = lane() % 16;
+    const int chunk_of_lane = lane() / 16;
     const std::uint32_t rows =
-        shared_address(shared.q[q_ring.index()][0][64 * warpgroup + 16 * warp + in_warp]);
+        shared_address(shared.q[q_ring.index()][0][64 * warpgroup + 16 * warp() + in_warp]);
 #pragma unroll
     for (int chunk = 0; chunk < kHeadDim / 8; chunk += 2) {
       const std::uint32_t address = rows + chunk / 8 * sizeof(shared.q[0][0]) +
@@ -465,7 +469,7 @@ struct Consumer {
     }
     cutlass::arch::fence_view_async_shared();
     cutlass::arch::NamedBarrier::sync(128, kEpilogue + warpgroup);
-    if (warp == 0 && lane == 0) {
+    if (warp() == 0 && lane() == 0) {
 #pragma unroll
       for (int block = 0; block < Traits::kBlocks; ++block) {
         store_box(params.out, shared.q[q_ring.index()][block][64 * warpgroup], block * kBlockColumns, tile.head,
@@ -478,7 +482,7 @@ struct Consumer {
   // The Q stage of `ago` tiles ago, by the thread that stores, once the copies have read it. Not at once: the other warps
   // would have to wait for this thread with their next product.
   __device__ __forceinline__ void release_q(std::uint32_t ago) {
-    if (warp == 0 && lane == 0) {
+    if (warp() == 0 && lane() == 0) {
       cute::tma_store_wait<0>();
       Barrier::arrive(&shared.q_empty[(q_ring.position - ago) % Traits::kQStages]);
     }
