@@ -14,8 +14,15 @@ namespace ragged_attention {
 
 namespace {
 
-bool tma_takes(const RaggedTensor& tensor, std::int64_t heads) {
-  return sm90::tma_takes(tensor.data, heads, tensor.row_stride, tensor.head_stride);
+bool tma_takes(const RaggedTensor& tensor) {
+  return sm90::tma_takes(tensor.data, {tensor.row_stride, tensor.head_stride});
+}
+
+// The stride of a dimension of size 1 means nothing, and could be anything.
+void settle_strides(std::int64_t* row_stride, std::int64_t* head_stride, std::int64_t rows, std::int64_t heads,
+                    std::int64_t head_dim) {
+  if (heads == 1) *head_stride = head_dim;
+  if (rows == 1) *row_stride = heads * *head_stride;
 }
 
 // Under a narrow mask, a row's keys are as few as in a short sequence, whatever its length.
@@ -55,12 +62,17 @@ void dispatch_head_dim(const RaggedParams& params, int device, void* stream) {
 
 }  // namespace
 
-bool ragged_flash_attention_sm90(const RaggedParams& params, int device, void* stream) {
-  const RaggedTensor out{params.out, params.out_row_stride, params.out_head_stride};
+bool ragged_flash_attention_sm90(const RaggedParams& given, int device, void* stream) {
+  RaggedParams params = given;
+  settle_strides(&params.q.row_stride, &params.q.head_stride, params.rows.total, params.num_q_heads, params.head_dim);
+  settle_strides(&params.k.row_stride, &params.k.head_stride, params.rows.total, params.num_kv_heads, params.head_dim);
+  settle_strides(&params.v.row_stride, &params.v.head_stride, params.rows.total, params.num_kv_heads, params.head_dim);
+  settle_strides(&params.out_row_stride, &params.out_head_stride, params.rows.total, params.num_q_heads,
+                 params.head_dim);
   // The softmax takes its maximum before it scales.
   if (!(params.scale > 0)) return false;
-  if (!tma_takes(params.q, params.num_q_heads) || !tma_takes(params.k, params.num_kv_heads) ||
-      !tma_takes(params.v, params.num_kv_heads) || !tma_takes(out, params.num_q_heads)) {
+  if (!tma_takes(params.q) || !tma_takes(params.k) || !tma_takes(params.v) ||
+      !tma_takes({params.out, params.out_row_stride, params.out_head_stride})) {
     return false;
   }
   // Coordinates and tile numbers are 32-bit.

@@ -50,14 +50,12 @@ void encode(CUtensorMap* map, const RaggedBoxes& boxes, void* data) {
 
 }  // namespace
 
-bool tma_takes(const void* data, std::int64_t heads, std::int64_t row_stride, std::int64_t head_stride) {
-  if (heads == 1) head_stride = 0;  // means nothing, and could be anything
-  return aligned_16(data, {row_stride, head_stride}, kBytes) && row_stride >= 0 && head_stride >= 0 &&
-         row_stride < kZSpan && head_stride < kZSpan;
+bool tma_takes(const void* data, const RaggedBoxes& boxes) {
+  return aligned_16(data, {boxes.row_stride, boxes.head_stride}, kBytes) && boxes.row_stride > 0 &&
+         boxes.head_stride > 0 && boxes.row_stride < kZSpan && boxes.head_stride < kZSpan;
 }
 
-void encode_ragged(CUtensorMap* map, const void* data, RaggedBoxes boxes) {
-  if (boxes.heads == 1) boxes.head_stride = boxes.head_dim;
+void encode_ragged(CUtensorMap* map, const void* data, const RaggedBoxes& boxes) {
   // A model calls with a few shapes and ever new addresses: the rest of a descriptor is kept, by each thread for itself.
   struct Entry {
     RaggedBoxes boxes;

@@ -24,11 +24,8 @@ RAGGED_ATTENTION_HOST_DEVICE std::int32_t ragged_row(std::int32_t length, std::i
 }
 RAGGED_ATTENTION_HOST_DEVICE std::int32_t ragged_end(std::int32_t begin, std::int32_t length) { return begin + length; }
 
-// Whether TMA can take a [rows, heads, head_dim] tensor of 16-bit elements with these strides, in elements: base and
-// strides on 16 bytes, none negative or too long.
-bool tma_takes(const void* data, std::int64_t heads, std::int64_t row_stride, std::int64_t head_stride);
-
-// Such a tensor in boxes of 64 columns x `box_rows` rows of one head, with the 128-byte swizzle. Strides in elements.
+// A [rows, heads, head_dim] tensor of 16-bit elements in boxes of 64 columns x `box_rows` rows of one head, with the
+// 128-byte swizzle. Strides in elements.
 struct RaggedBoxes {
   std::int64_t row_stride = 0, head_stride = 0;
   std::int32_t heads = 0, head_dim = 0, box_rows = 0;
@@ -40,6 +37,10 @@ struct RaggedBoxes {
   }
 };
 
-void encode_ragged(CUtensorMap* map, const void* data, RaggedBoxes boxes);
+// Whether TMA can walk it: base and strides on 16 bytes, strides positive and not too long.
+bool tma_takes(const void* data, const RaggedBoxes& boxes);
+
+// Its descriptor. Throws CudaError where the driver refuses.
+void encode_ragged(CUtensorMap* map, const void* data, const RaggedBoxes& boxes);
 
 }  // namespace ragged_attention::sm90
