@@ -25,8 +25,8 @@ std::int64_t cuda_first_bad(const SelectionCheck& check, int device, void* strea
 // Enqueue on the stream of the device; the caller's current device is left as it was.
 void ragged_flash_attention_cuda(const RaggedParams& params, int device, void* stream);
 
-// With the Hopper kernels; false, and nothing enqueued, where they do not take the call (strides that TMA cannot walk, a
-// scale of 0 or less) and the portable ones have to.
+// With the Hopper kernels; false, and nothing enqueued, where they do not take the call (strides that TMA cannot walk,
+// a scale of 0 or less) and the portable ones have to.
 bool ragged_flash_attention_sm90(const RaggedParams& params, int device, void* stream);
 
 // Warps and unroll force the row-by-row kernel built with them; ValueError lists the built ones.

@@ -32,6 +32,8 @@ struct RaggedParams {
   std::int32_t head_dim = 0;  // a multiple of 8, 8 to 256
   Mask mask;
   float scale = 1.0f;  // finite; may be 0 or negative
+  // Rows of the longest sequence, if the caller is to be believed; -1 where he says nothing. For the order of launches.
+  std::int64_t longest_hint = -1;
 
   RAGGED_ATTENTION_HOST_DEVICE std::int32_t group() const { return num_q_heads / num_kv_heads; }
 

@@ -77,6 +77,7 @@ RaggedParams validate(const RaggedFlashAttentionArguments& arguments) {
 
   RaggedParams params;
   params.mask = checked_mask(arguments.mask_str, arguments.local_window_size);
+  params.longest_hint = arguments.q_max_seq_len.value_or(-1);
   params.scale = checked_scale(arguments.scale, q->shape[2]);
   params.q = ragged_tensor(*q);
   params.k = ragged_tensor(*k);

@@ -1,19 +1,19 @@
 // The Hopper kernels of ragged_flash_attention: their tiles, and which sequences each takes. Host code reads it too.
 //
-// Two kernels share a call. The long one keeps a multiprocessor to itself: two or three warpgroups of 64 rows share each
-// tile of keys. The short one loses less at both ends of a sequence: up to D 128, two CTAs of one warpgroup on a
-// multiprocessor, one's loads and stores under the other's arithmetic; above, a second stage for Q in the place of longer
-// tiles of keys. Which kernel computes a sequence depends on its own length and the head dim, never on the batch: so do
-// its bits.
+// Two kernels share a call. The long one keeps a multiprocessor to itself: two or three warpgroups of 64 rows share
+// each tile of keys. The short one loses less at both ends of a sequence: up to D 128, two CTAs of one warpgroup on a
+// multiprocessor, one's loads and stores under the other's arithmetic; above, a second stage for Q in the place of
+// longer tiles of keys. Which kernel computes a sequence depends on its own length and the head dim, never on the
+// batch: so do its bits.
 #pragma once
 
 #include <cstdint>
 
 namespace ragged_attention::sm90 {
 
-// Shared memory: (64 consumers q_stages + block_n (k_stages + v_stages)) rows of the head dim, up to the next multiple of
-// 64, times 2 bytes; 227 KB a multiprocessor. Registers a thread: block_n / 2 for S, block_n / 4 for P, head_dim / 2 for
-// O and about 30 more, of 168 with one warpgroup, 232 with two and 152 with three.
+// Shared memory: (64 consumers q_stages + block_n (k_stages + v_stages)) rows of the head dim, up to the next multiple
+// of 64, times 2 bytes; 227 KB a multiprocessor. Registers a thread: block_n / 2 for S, block_n / 4 for P, head_dim / 2
+// for O and about 30 more, of 168 with one warpgroup, 232 with two and 152 with three.
 struct TileShape {
   int consumers;  // warpgroups of 64 query rows
   int block_n;    // keys
@@ -30,7 +30,8 @@ struct Tiles;
 
 template <>
 struct Tiles<64> {
-  // Three warpgroups: O is small, and the exponentials of one take as long as its products, so two others run meanwhile.
+  // Three warpgroups: O is small, and the exponentials of one take as long as its products, so two others run
+  // meanwhile.
   static constexpr TileShape kLong = {3, 112, 2, 2, 2, 1, true, 1};   // 104 KB
   static constexpr TileShape kShort = {1, 64, 2, 4, 4, 2, false, 8};  // 80 KB
   static constexpr int kShortRows = 256;  // the most rows of a sequence that the short kernel takes
@@ -42,7 +43,7 @@ struct Tiles<80> {  // 72 too: the columns from 72 on arrive as zeros and are no
   static constexpr int kShortRows = 256;
 };
 template <>
-struct Tiles<96> {  // 112 keys would not fit the registers
+struct Tiles<96> {                                                    // 112 keys would not fit the registers
   static constexpr TileShape kLong = {3, 96, 2, 2, 2, 1, true, 1};    // 192 KB
   static constexpr TileShape kShort = {1, 64, 2, 2, 2, 2, false, 8};  // 96 KB
   static constexpr int kShortRows = 256;
@@ -61,7 +62,8 @@ struct Tiles<192> {
 };
 template <>
 struct Tiles<256> {  // turns cost more than they bring: O alone takes 128 registers, and its product is long
-  static constexpr TileShape kLong = {2, 80, 1, 2, 2, 1, false, 1};   // 224 KB; 10 % faster than kShort from 4096 rows on
+  static constexpr TileShape kLong = {2, 80, 1,     2,
+                                      2, 1,  false, 1};  // 224 KB; 10 % faster than kShort from 4096 rows on
   static constexpr TileShape kShort = {2, 64, 2, 2, 1, 1, false, 8};  // 224 KB; 20 % faster than kLong at 512
   static constexpr int kShortRows = 1024;
 };

@@ -30,15 +30,28 @@ bool narrow(const Mask& mask, std::int64_t short_rows) {
   return mask.window > 0 && mask.kind != MaskKind::kSlidingWindowNoncausal && mask.window <= short_rows;
 }
 
+std::int64_t average_twice(const RaggedRows& rows) { return rows.batch > 0 ? 2 * rows.total / rows.batch : 0; }
+
 template <typename Element, int kHeadDim>
 void launch_both(const RaggedParams& params, int device, void* stream) {
   constexpr int kShortRows = sm90::Tiles<kHeadDim>::kShortRows;
-  const bool all_short = narrow(params.mask, kShortRows);
+  if (narrow(params.mask, kShortRows)) {
+    return sm90::launch_ragged_short<Element, kHeadDim>(params, sm90::kAnyLength, false, device, stream);
+  }
   // Only shapes are known here. Where they do not rule out a long sequence, the long kernel has to look.
-  const bool any_long = !all_short && params.rows.total > kShortRows;
-  if (any_long) sm90::launch_ragged_long<Element, kHeadDim>(params, device, stream);
-  sm90::launch_ragged_short<Element, kHeadDim>(params, all_short ? sm90::kAnyLength : kShortRows, any_long, device,
-                                               stream);
+  if (params.rows.total <= kShortRows) {
+    return sm90::launch_ragged_short<Element, kHeadDim>(params, kShortRows, false, device, stream);
+  }
+  // The second kernel starts as the first one's CTAs end. First the one that has more to do, as far as one can tell:
+  // the other's look at the offsets is then hidden.
+  const std::int64_t longest = params.longest_hint >= 0 ? params.longest_hint : average_twice(params.rows);
+  if (longest > kShortRows) {
+    sm90::launch_ragged_long<Element, kHeadDim>(params, false, device, stream);
+    sm90::launch_ragged_short<Element, kHeadDim>(params, kShortRows, true, device, stream);
+  } else {
+    sm90::launch_ragged_short<Element, kHeadDim>(params, kShortRows, false, device, stream);
+    sm90::launch_ragged_long<Element, kHeadDim>(params, true, device, stream);
+  }
 }
 
 template <typename Element>

@@ -44,8 +44,8 @@ struct RaggedTraits {
   // Together no more than the launch allocates, 168 or 128 for every thread: setmaxnreg waits for ever for the rest.
   static constexpr int kProducerRegisters = kConsumers == 3 ? 56 : 40;
   static constexpr int kConsumerRegisters = kConsumers == 3 ? 152 : 232;
-  static_assert(!kMovesRegisters || kConsumers * kConsumerRegisters + kProducerRegisters <=
-                                        (kConsumers + 1) * (65536 / kThreads / 8 * 8));
+  static_assert(!kMovesRegisters ||
+                kConsumers * kConsumerRegisters + kProducerRegisters <= (kConsumers + 1) * (65536 / kThreads / 8 * 8));
 
   static_assert(kBlockN % 16 == 0 && kHeadDim % 16 == 0);
 };
@@ -129,8 +129,9 @@ struct Scheduler {
     shared.next.keys = keys;
 #pragma unroll 1
     for (int i = 0; i < Traits::kConsumers; ++i) {
-      shared.next.span[i] =
-          tile.owned ? key_span<Traits::kBlockN>(params.mask, tile.length, tile.row + 64 * i, 64, keys.begin) : KeySpan{};
+      shared.next.span[i] = tile.owned
+                                ? key_span<Traits::kBlockN>(params.mask, tile.length, tile.row + 64 * i, 64, keys.begin)
+                                : KeySpan{};
     }
     // Where all the keys fit, they are loaded once for all heads that share them.
     const bool fits = keys.count > 0 && keys.count <= Traits::kKStages && keys.count <= Traits::kVStages;
@@ -236,9 +237,7 @@ struct Consumer {
   float output[kHeadDim / 2];
 
   __device__ __forceinline__ Consumer(const RaggedKernelParams& params_, Shared<Traits>& shared_)
-      : params(params_),
-        shared(shared_),
-        warpgroup(__shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / 128, 0)) {}
+      : params(params_), shared(shared_), warpgroup(__shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / 128, 0)) {}
 
   __device__ __forceinline__ static int warp() { return static_cast<int>(threadIdx.x) / 32 % 4; }  // of the warpgroup
   __device__ __forceinline__ static int lane() { return static_cast<int>(threadIdx.x) % 32; }
@@ -449,16 +448,15 @@ struct Consumer {
       }
     }
     cutlass::arch::NamedBarrier::sync(128, kEpilogue + warpgroup);  // the other warps' products have read Q
-    // stmatrix: four 8 x 8 matrices, rows 0-7 and 8-15 of two chunks of 8 columns; lane i gives the address of row i % 8
-    // of matrix i / 8. The 16-byte chunks of a row are swizzled by the row.
+    // stmatrix: four 8 x 8 matrices, rows 0-7 and 8-15 of two chunks of 8 columns; lane i gives the address of row i %
+    // 8 of matrix i / 8. The 16-byte chunks of a row are swizzled by the row.
     const int in_warp = lane() % 16;
     const int chunk_of_lane = lane() / 16;
-    const std::uint32_t rows =
-        shared_address(shared.q[q_ring.index()][0][64 * warpgroup + 16 * warp() + in_warp]);
+    const std::uint32_t rows = shared_address(shared.q[q_ring.index()][0][64 * warpgroup + 16 * warp() + in_warp]);
 #pragma unroll
     for (int chunk = 0; chunk < kHeadDim / 8; chunk += 2) {
-      const std::uint32_t address = rows + chunk / 8 * sizeof(shared.q[0][0]) +
-                                    (((chunk % 8 + chunk_of_lane) ^ (in_warp % 8)) * 16);
+      const std::uint32_t address =
+          rows + chunk / 8 * sizeof(shared.q[0][0]) + (((chunk % 8 + chunk_of_lane) ^ (in_warp % 8)) * 16);
       const std::uint32_t a = pack<Element>(output[4 * chunk], output[4 * chunk + 1]) & keep;
       const std::uint32_t b = pack<Element>(output[4 * chunk + 2], output[4 * chunk + 3]) & keep;
       const std::uint32_t c = pack<Element>(output[4 * chunk + 4], output[4 * chunk + 5]) & keep;
@@ -479,8 +477,8 @@ struct Consumer {
     }
   }
 
-  // The Q stage of `ago` tiles ago, by the thread that stores, once the copies have read it. Not at once: the other warps
-  // would have to wait for this thread with their next product.
+  // The Q stage of `ago` tiles ago, by the thread that stores, once the copies have read it. Not at once: the other
+  // warps would have to wait for this thread with their next product.
   __device__ __forceinline__ void release_q(std::uint32_t ago) {
     if (warp() == 0 && lane() == 0) {
       cute::tma_store_wait<0>();
@@ -581,8 +579,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kShape.ctas)
 }
 
 template <typename Traits>
-void launch_ragged(const RaggedParams& params, std::int32_t longest, bool after_long, int device,
-                   StreamHandle stream) {
+void launch_ragged(const RaggedParams& params, std::int32_t longest, bool beside, int device, StreamHandle stream) {
   RaggedKernelParams kernel_params;
   const bool is_bfloat16 = params.dtype == kBFloat16;
   const auto encode = [&](CUtensorMap* map, const void* data, std::int64_t row_stride, std::int64_t head_stride,
@@ -613,9 +610,9 @@ void launch_ragged(const RaggedParams& params, std::int32_t longest, bool after_
   kernel_params.head_dim = params.head_dim;
   kernel_params.tickets = next_ticket_counter(device, stream);
   // In a fixed order, bands would upset the balance between CTAs more than they save.
-  kernel_params.band = kernel_params.tickets == nullptr
-                           ? params.num_q_heads
-                           : heads_in_band(params.rows, params.mask, params.num_kv_heads, params.group(), params.head_dim);
+  kernel_params.band = kernel_params.tickets == nullptr ? params.num_q_heads
+                                                        : heads_in_band(params.rows, params.mask, params.num_kv_heads,
+                                                                        params.group(), params.head_dim);
   kernel_params.longest = longest;
   typename Traits::Schedule schedule{params.rows, longest, params.num_q_heads, kernel_params.band, 1};
   const int resident = cuda_device_info(device).num_multiprocessors * Traits::kShape.ctas;
@@ -629,18 +626,18 @@ void launch_ragged(const RaggedParams& params, std::int32_t longest, bool after_
   kernel_params.unit_heads = schedule.unit_heads;
   const std::int64_t ctas = std::min<std::int64_t>(schedule.num_units(), resident);
   launch<ragged_kernel<Traits>>(kernel_params, ctas, Traits::kThreads, sizeof(Shared<Traits>), device,
-                                static_cast<cudaStream_t>(stream), "launching ragged_flash_attention", after_long);
+                                static_cast<cudaStream_t>(stream), "launching ragged_flash_attention", beside);
 }
 
 template <typename Element, int kHeadDim>
-void launch_ragged_long(const RaggedParams& params, int device, StreamHandle stream) {
-  launch_ragged<RaggedTraits<Element, kHeadDim, true>>(params, kAnyLength, false, device, stream);
+void launch_ragged_long(const RaggedParams& params, bool beside, int device, StreamHandle stream) {
+  launch_ragged<RaggedTraits<Element, kHeadDim, true>>(params, kAnyLength, beside, device, stream);
 }
 
 template <typename Element, int kHeadDim>
-void launch_ragged_short(const RaggedParams& params, std::int32_t longest, bool after_long, int device,
+void launch_ragged_short(const RaggedParams& params, std::int32_t longest, bool beside, int device,
                          StreamHandle stream) {
-  launch_ragged<RaggedTraits<Element, kHeadDim, false>>(params, longest, after_long, device, stream);
+  launch_ragged<RaggedTraits<Element, kHeadDim, false>>(params, longest, beside, device, stream);
 }
 
 }  // namespace ragged_attention::sm90

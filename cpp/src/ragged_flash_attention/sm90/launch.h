@@ -10,14 +10,16 @@ using StreamHandle = void*;
 
 // Element: cutlass::bfloat16_t or cutlass::half_t. kHeadDim is the bucket; params.head_dim may be smaller.
 //
+// Both may start beside the kernel before them on the stream, which must then be the other one: `beside`.
+//
 // Sequences of more than Tiles<kHeadDim>::kShortRows rows.
 template <typename Element, int kHeadDim>
-void launch_ragged_long(const RaggedParams& params, int device, StreamHandle stream);
+void launch_ragged_long(const RaggedParams& params, bool beside, int device, StreamHandle stream);
 
-// Sequences of at most `longest` rows, and the rows of no sequence up to as many: kShortRows, or kAnyLength where there is
-// no long kernel in the call. `after_long`: it has just been launched on the same stream; this one may start beside it.
+// Sequences of at most `longest` rows, and the rows of no sequence up to as many: kShortRows, or kAnyLength where there
+// is no long kernel in the call.
 template <typename Element, int kHeadDim>
-void launch_ragged_short(const RaggedParams& params, std::int32_t longest, bool after_long, int device,
+void launch_ragged_short(const RaggedParams& params, std::int32_t longest, bool beside, int device,
                          StreamHandle stream);
 
 }  // namespace ragged_attention::sm90

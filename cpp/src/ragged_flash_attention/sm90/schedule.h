@@ -1,5 +1,5 @@
-// Which tiles a Hopper kernel computes, in which order, and which keys each meets: host+device arithmetic, no memory but
-// the offsets.
+// Which tiles a Hopper kernel computes, in which order, and which keys each meets: host+device arithmetic, no memory
+// but the offsets.
 #pragma once
 
 #include <cstdint>
@@ -16,8 +16,8 @@ struct Tile {
   std::int32_t length = 0;  // rows of the sequence; 0: no tile; -1: no more tiles
   std::int32_t row = 0;     // first row of the tile, counted from `begin`
   std::int32_t head = 0;
-  bool owned = false;      // false: rows that no sequence owns, to be filled with 0 and -inf
-  bool keeps_kv = false;   // the next tile meets the same keys and values, and they stay where they are
+  bool owned = false;     // false: rows that no sequence owns, to be filled with 0 and -inf
+  bool keeps_kv = false;  // the next tile meets the same keys and values, and they stay where they are
 };
 
 // Work is handed out in units: a tile's rows and `unit_heads` query heads.
@@ -95,8 +95,8 @@ struct Schedule {
   }
 };
 
-// Search by a warp for the last of `count` entries that a monotone condition holds for, the first always being one: each
-// lane probes one place, and the number of lanes that it holds for narrows the range 32 times.
+// Search by a warp for the last of `count` entries that a monotone condition holds for, the first always being one:
+// each lane probes one place, and the number of lanes that it holds for narrows the range 32 times.
 struct WarpSearch {
   std::int32_t low = 0, high = 1;  // it holds for `low`, and not for `high`
 
@@ -126,13 +126,14 @@ RAGGED_ATTENTION_HOST_DEVICE std::int32_t heads_in_band(const RaggedRows& rows, 
   return static_cast<std::int32_t>(kv_heads) * group;
 }
 
-// Without tickets (tickets.h), the unit a CTA takes in its `round`: there and back again, so that no CTA gets the longer
-// tile of every round.
+// Without tickets (tickets.h), the unit a CTA takes in its `round`: there and back again, so that no CTA gets the
+// longer tile of every round.
 RAGGED_ATTENTION_HOST_DEVICE std::int32_t static_unit(std::int32_t round, std::int32_t cta, std::int32_t num_ctas) {
   return round * num_ctas + (round % 2 == 0 ? cta : num_ctas - 1 - cta);
 }
 
-// The tiles of keys that query rows [row, row + rows) of a sequence meet, from the first key that the first row sees on.
+// The tiles of keys that query rows [row, row + rows) of a sequence meet, from the first key that the first row sees
+// on.
 struct KeyTiles {
   std::int32_t begin = 0;  // first key of tile 0
   std::int32_t count = 0;

@@ -1,5 +1,5 @@
-// Sequences of a few tokens, one warp for all query heads of one kv head: m16n8k16 products on fragments that are loaded
-// from global memory as they are needed, 16 bytes a thread, without shared memory.
+// Sequences of a few tokens, one warp for all query heads of one kv head: m16n8k16 products on fragments that are
+// loaded from global memory as they are needed, 16 bytes a thread, without shared memory.
 //
 // A thread has g = lane / 4 and t = lane % 4. Sums over k do not care in which order k is numbered, so long as both
 // operands agree: a thread's 8 elements of a row at 32 c + 8 t are its parts of two k-steps, instead of the pairs at
@@ -31,10 +31,11 @@ __device__ __forceinline__ void mma_16x8x16(float (&c)[4], const std::uint32_t (
 
 template <typename Element, int kHeadDim>
 struct TinySequence {
-  static constexpr int kKeys = 16;                          // the most tokens
-  static constexpr int kQkChunks = (kHeadDim + 31) / 32;    // of 32 columns
-  static constexpr int kPvChunks = (kHeadDim + 63) / 64;    // of 64
-  // Whether a sequence's keys and values stay in registers, loaded all at once; if not, they are loaded as they are needed.
+  static constexpr int kKeys = 16;                        // the most tokens
+  static constexpr int kQkChunks = (kHeadDim + 31) / 32;  // of 32 columns
+  static constexpr int kPvChunks = (kHeadDim + 63) / 64;  // of 64
+  // Whether a sequence's keys and values stay in registers, loaded all at once; if not, they are loaded as they are
+  // needed.
   static constexpr bool kHolds = kHeadDim <= 128;
 
   struct Chunk {  // 8 elements

@@ -27,7 +27,7 @@ void check_driver(CUresult result, const char* doing) {
   throw CudaError("CUDA error " + std::to_string(static_cast<int>(result)) + " while " + doing);
 }
 
-constexpr std::int64_t kBytes = 2;  // of an element
+constexpr std::int64_t kBytes = 2;                      // of an element
 constexpr std::int64_t kZSpan = std::int64_t{1} << 34;  // elements; z's stride is this less a row's
 
 void encode(CUtensorMap* map, const RaggedBoxes& boxes, void* data) {
@@ -40,12 +40,13 @@ void encode(CUtensorMap* map, const RaggedBoxes& boxes, void* data) {
                                  static_cast<cuuint64_t>((kZSpan - rows) * kBytes)};
   const cuuint32_t box[5] = {64, 1, static_cast<cuuint32_t>(boxes.box_rows), 1, 1};
   const cuuint32_t element_strides[5] = {1, 1, 1, 1, 1};
-  static const auto function = reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(driver_function("cuTensorMapEncodeTiled"));
-  check_driver(function(map, boxes.is_bfloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 5,
-                        data, sizes, strides, box, element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                        CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                        CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE),
-               "encoding a tensor map");
+  static const auto function =
+      reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(driver_function("cuTensorMapEncodeTiled"));
+  check_driver(
+      function(map, boxes.is_bfloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 5, data,
+               sizes, strides, box, element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+               CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE),
+      "encoding a tensor map");
 }
 
 }  // namespace
@@ -56,7 +57,8 @@ bool tma_takes(const void* data, const RaggedBoxes& boxes) {
 }
 
 void encode_ragged(CUtensorMap* map, const void* data, const RaggedBoxes& boxes) {
-  // A model calls with a few shapes and ever new addresses: the rest of a descriptor is kept, by each thread for itself.
+  // A model calls with a few shapes and ever new addresses: the rest of a descriptor is kept, by each thread for
+  // itself.
   struct Entry {
     RaggedBoxes boxes;
     CUtensorMap map;

@@ -1,10 +1,9 @@
-#include "common/cuda/sm90/tickets.h"
-
 #include <cuda_runtime.h>
 
 #include <atomic>
 
 #include "common/cuda/runtime.h"
+#include "common/cuda/sm90/tickets.h"
 
 namespace ragged_attention::sm90 {
 

@@ -1,11 +1,11 @@
 // Handing out work to resident CTAs as they become free.
 //
-// A launch gets a counter of its own, zero when it starts: CTA c begins with unit c, and then draws tickets. The last CTA
-// to leave puts the counter back to zero, whatever the others did, so that nothing has to be cleared before a launch.
-// Counters are taken round robin from a pool larger than the number of launches that can be under way.
+// A launch gets a counter of its own, zero when it starts: CTA c begins with unit c, and then draws tickets. The last
+// CTA to leave puts the counter back to zero, whatever the others did, so that nothing has to be cleared before a
+// launch. Counters are taken round robin from a pool larger than the number of launches that can be under way.
 //
-// A captured launch would keep its counter for ever, and two executable graphs made of one capture would share it: under
-// capture there is none (null), and CTAs take units in a fixed order.
+// A captured launch would keep its counter for ever, and two executable graphs made of one capture would share it:
+// under capture there is none (null), and CTAs take units in a fixed order.
 #pragma once
 
 #include <cstdint>

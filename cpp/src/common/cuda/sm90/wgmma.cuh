@@ -1,10 +1,11 @@
 // Warpgroup matrix products on plain register arrays: D[64, kN] += A[64, 16] B[16, kN], a k-step at a time.
 //
-// Shared-memory operands lie in blocks of 64 columns (128 bytes a row, 128-byte swizzle), rows of a block adjacent: what
-// one TMA box of 64 columns writes. A descriptor names a block; steps along K or M add to its address field.
+// Shared-memory operands lie in blocks of 64 columns (128 bytes a row, 128-byte swizzle), rows of a block adjacent:
+// what one TMA box of 64 columns writes. A descriptor names a block; steps along K or M add to its address field.
 //
 // Accumulator of thread t, warp w = t / 32 % 4, lane l: element 4 j + 2 r + e is row 16 w + l / 4 + 8 r, column
-// 8 j + 2 (l % 4) + e. Packed in pairs, elements 4 j .. 4 j + 7 are the A operand of the k-step of columns 8 j .. 8 j + 15.
+// 8 j + 2 (l % 4) + e. Packed in pairs, elements 4 j .. 4 j + 7 are the A operand of the k-step of columns 8 j .. 8 j
+// + 15.
 #pragma once
 
 // Without it CUTLASS 4.2 knows few values of N, and would make 176 out of 11 products of 16.
@@ -33,20 +34,20 @@ template <typename Element, int kN>
 struct WgmmaOps;
 
 // CuTe names its products by their shape: bring them under one template.
-#define RAGGED_ATTENTION_WGMMA(n)                                                                              \
-  template <>                                                                                                  \
-  struct WgmmaOps<cutlass::bfloat16_t, n> {                                                                    \
-    template <cute::SM90::GMMA::Major kMajorB>                                                                       \
-    using Shared = cute::SM90::GMMA::MMA_64x##n##x16_F32BF16BF16_SS<cute::SM90::GMMA::Major::K, kMajorB>;            \
-    template <cute::SM90::GMMA::Major kMajorB>                                                                       \
-    using Registers = cute::SM90::GMMA::MMA_64x##n##x16_F32BF16BF16_RS<cute::SM90::GMMA::Major::K, kMajorB>;         \
-  };                                                                                                           \
-  template <>                                                                                                  \
-  struct WgmmaOps<cutlass::half_t, n> {                                                                        \
-    template <cute::SM90::GMMA::Major kMajorB>                                                                       \
-    using Shared = cute::SM90::GMMA::MMA_64x##n##x16_F32F16F16_SS<cute::SM90::GMMA::Major::K, kMajorB>;              \
-    template <cute::SM90::GMMA::Major kMajorB>                                                                       \
-    using Registers = cute::SM90::GMMA::MMA_64x##n##x16_F32F16F16_RS<cute::SM90::GMMA::Major::K, kMajorB>;           \
+#define RAGGED_ATTENTION_WGMMA(n)                                                                            \
+  template <>                                                                                                \
+  struct WgmmaOps<cutlass::bfloat16_t, n> {                                                                  \
+    template <cute::SM90::GMMA::Major kMajorB>                                                               \
+    using Shared = cute::SM90::GMMA::MMA_64x##n##x16_F32BF16BF16_SS<cute::SM90::GMMA::Major::K, kMajorB>;    \
+    template <cute::SM90::GMMA::Major kMajorB>                                                               \
+    using Registers = cute::SM90::GMMA::MMA_64x##n##x16_F32BF16BF16_RS<cute::SM90::GMMA::Major::K, kMajorB>; \
+  };                                                                                                         \
+  template <>                                                                                                \
+  struct WgmmaOps<cutlass::half_t, n> {                                                                      \
+    template <cute::SM90::GMMA::Major kMajorB>                                                               \
+    using Shared = cute::SM90::GMMA::MMA_64x##n##x16_F32F16F16_SS<cute::SM90::GMMA::Major::K, kMajorB>;      \
+    template <cute::SM90::GMMA::Major kMajorB>                                                               \
+    using Registers = cute::SM90::GMMA::MMA_64x##n##x16_F32F16F16_RS<cute::SM90::GMMA::Major::K, kMajorB>;   \
   }
 RAGGED_ATTENTION_WGMMA(64);
 RAGGED_ATTENTION_WGMMA(80);
@@ -81,8 +82,8 @@ __device__ __forceinline__ std::uint32_t shared_address(const void* pointer) {
 // Bytes as a descriptor's address field counts them.
 constexpr std::uint64_t descriptor_step(std::uint64_t bytes) { return bytes >> 4; }
 
-// An operand whose rows run along M or N and whose 128-byte rows run along K (Q, K). 8 rows are one swizzle atom of 1024
-// bytes; K steps of 16 elements are 32 bytes apart within the atom.
+// An operand whose rows run along M or N and whose 128-byte rows run along K (Q, K). 8 rows are one swizzle atom of
+// 1024 bytes; K steps of 16 elements are 32 bytes apart within the atom.
 __device__ __forceinline__ std::uint64_t descriptor_k_major(std::uint32_t address) {
   constexpr std::uint64_t kSwizzle128 = std::uint64_t{1} << 62;
   constexpr std::uint64_t kAtomStride = descriptor_step(8 * kBlockRowBytes) << 32;
@@ -113,8 +114,8 @@ __device__ __forceinline__ void wgmma_registers(float (&d)[kN / 2], const std::u
                             std::make_index_sequence<kN / 2>{});
 }
 
-// Registers that a product in flight reads or writes may not be touched until it has been waited for, which the compiler
-// cannot see: pin them at both ends.
+// Registers that a product in flight reads or writes may not be touched until it has been waited for, which the
+// compiler cannot see: pin them at both ends.
 template <typename T, int kSize>
 __device__ __forceinline__ void pin(T (&registers)[kSize]) {
 #pragma unroll
