@@ -118,6 +118,11 @@ def document_case(document, name):
     return next(case for case in document["cases"] if case["case"] == name)
 
 
+def part_of(document, op, cases=slice(None)):
+    """A run of some cases of one operation."""
+    return {**document, "cases": [case for case in document["cases"] if case["op"] == op][cases]}
+
+
 def verdicts(comparison):
     return {change.case: change.verdict for change in comparison.changes}
 
@@ -288,6 +293,16 @@ def test_failures_changed_cases_and_few_samples(document):
     assert any(document["cases"][3]["case"] in note for note in comparison.notes)
 
 
+def test_a_run_of_one_operation_is_compared_with_one_of_both(document, file, capsys):
+    later = part_of(slowed(document, 1.2, {"vision-1024x64-d80-full"}), "ragged")
+    comparison = compare.compare(document, later)
+    assert [change.case for change in comparison.of(compare.SLOWER)] == ["vision-1024x64-d80-full"]
+    assert len(comparison.changes) == len(later["cases"]) < len(document["cases"])
+    assert any(note.startswith("6 only in the old result: qsa-prefill") for note in comparison.notes)
+    assert bench("--compare", file(document, "old.json"), file(later, "later.json")) == 1
+    assert "1 slower" in capsys.readouterr().out
+
+
 def test_exit_statuses_of_compare(document, file, capsys):
     old, same = file(document, "old.json"), file(slowed(document, 1.0), "same.json")
     slow = file(slowed(document, 1.2, {"qsa-decode-1-at-32768"}), "slow.json")
@@ -400,6 +415,32 @@ def test_the_list_of_cases_and_an_unknown_one(capsys):
     assert "vision-1024x64-d80-full" in capsys.readouterr().out
     assert bench("--cases", "no-such-case") == 2
     assert "no-such-case" in capsys.readouterr().err
+
+
+def test_the_cases_of_one_operation(capsys):
+    names = {op: [case["name"] for case in run.list_cases("cuda", op=op)] for op in ("ragged", "qsa")}
+    assert sorted(names["ragged"] + names["qsa"]) == sorted(case["name"] for case in run.list_cases("cuda"))
+    assert bench("--list", "--op", "qsa") == 0
+    listed = capsys.readouterr().out
+    assert f"{len(names['qsa'])} cases" in listed
+    assert all(name in listed for name in names["qsa"])
+    assert "vision-" not in listed
+    assert bench("--list", "--op", "ragged", "--quick") == 0
+    listed = capsys.readouterr().out
+    assert f"{len(run.list_cases('cuda', quick=True, op='ragged'))} cases" in listed
+    assert "qsa-" not in listed
+    assert bench("--list", "--op", "qsa", "--device", "cpu") == 2
+    assert "no case of qsa" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        bench("--op", "qsa", "--cases", "vision-1024x64-d80-full")
+
+
+def test_one_operation_is_run(document, tmp_path, monkeypatch):
+    pytest.importorskip("torch")
+    given = []
+    monkeypatch.setattr(run, "run", lambda names, **_: given.extend(names) or part_of(document, "qsa"))
+    assert bench("--op", "qsa", "--quick", "--out", tmp_path / "qsa.json") == 0
+    assert given == [case["name"] for case in run.list_cases("cuda", quick=True, op="qsa")]
 
 
 def page(*arguments):

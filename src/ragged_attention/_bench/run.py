@@ -25,16 +25,17 @@ SECONDS = {"quick": 110.0, "full": 460.0}  # what a run may take on an H200, wit
 OnEvent = Callable[..., None]
 
 
-def list_cases(device: str | None = None, *, quick: bool = False) -> list[dict[str, Any]]:
+def list_cases(device: str | None = None, *, quick: bool = False, op: str | None = None) -> list[dict[str, Any]]:
     """Facts of each case: name, op, device ("cuda" or "cpu", what it is sized for), quick (a bool), dtype, head_dim,
     num_q_heads, num_kv_heads, mask, window, page_size, sequences, rows, summary (a line for people).
 
-    With `device`, those of that device; with `quick`, those that `--quick` runs.
+    With `device`, those of that device; with `quick`, those that `--quick` runs; with `op`, those of one operation:
+    "ragged" or "qsa".
     """
     return [
         case.facts()
         for case in CASES.values()
-        if (device is None or case.device == device) and (case.quick or not quick)
+        if (device is None or case.device == device) and (case.quick or not quick) and (op is None or case.op == op)
     ]
 
 

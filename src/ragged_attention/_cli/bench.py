@@ -24,7 +24,9 @@ class _Unusable(Exception):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     what = parser.add_argument_group("what to run")
-    what.add_argument("--cases", nargs="+", metavar="NAME", help="these cases only")
+    only = what.add_mutually_exclusive_group()
+    only.add_argument("--cases", nargs="+", metavar="NAME", help="these cases only")
+    only.add_argument("--op", choices=("ragged", "qsa"), help="the cases of this operation only")
     what.add_argument("--quick", action="store_true", help="a small set of cases, in under two minutes on a GPU")
     what.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="the cases differ (default: cuda)")
     what.add_argument("--list", action="store_true", help="show the cases and stop")
@@ -96,7 +98,9 @@ def _chosen(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     from .._bench.run import list_cases
 
     if arguments.cases is None:
-        return list_cases(arguments.device, quick=arguments.quick)
+        if chosen := list_cases(arguments.device, quick=arguments.quick, op=arguments.op):
+            return chosen
+        raise _Unusable(f"no case of {arguments.op} is sized for {arguments.device}")
     facts = {case["name"]: case for case in list_cases()}
     if unknown := [name for name in arguments.cases if name not in facts]:
         raise _Unusable(f"no such case: {', '.join(unknown)}; --list shows them")
