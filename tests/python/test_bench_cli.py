@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from ragged_attention import _cli
-from ragged_attention._bench import compare, plots, report, run
+from ragged_attention._bench import compare, plots, report, results, run
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE_SCRIPT = ROOT / "scripts/performance_page"
@@ -202,7 +202,7 @@ def test_host_costs_have_tables_of_their_own(document):
     assert by_case.columns == ("case", "ours", "vllm")
     assert by_case.rows == [("qsa-decode-8-at-32768", "17.9", "1132")]
     document["host_us"] = {}  # of a run that was stopped early
-    assert [table.title for table in report.host_tables(document)] == [by_case.title]
+    assert [table.title for table in report.host_tables(results.merge([document]))] == [by_case.title]
 
 
 def test_a_failed_case_is_in_the_table_and_in_the_notes(document):
@@ -222,8 +222,8 @@ def test_numbers_are_plain_decimals(value, text):
 
 @needs_matplotlib
 def test_plots_are_small_files_and_always_the_same(document, tmp_path):
-    first = plots.write(document, tmp_path / "a")
-    again = plots.write(document, tmp_path / "b")
+    first = plots.write(results.merge([document]), tmp_path / "a")
+    again = plots.write(results.merge([document]), tmp_path / "b")
     assert {path.stem for path, _ in first} == {plot.name for plot in plots.PLOTS}
     for (path, caption), (other, _) in zip(first, again, strict=True):
         assert caption
@@ -234,7 +234,7 @@ def test_plots_are_small_files_and_always_the_same(document, tmp_path):
 
 @needs_matplotlib
 def test_ids_in_plots_are_numbers_that_are_defined_once_each(document, tmp_path):
-    for path, _ in plots.write(document, tmp_path):
+    for path, _ in plots.write(results.merge([document]), tmp_path):
         text = path.read_text()
         defined = re.findall(r' id="([mp]\d+)"', text)
         assert len(defined) == len(set(defined)) > 0
@@ -244,9 +244,116 @@ def test_ids_in_plots_are_numbers_that_are_defined_once_each(document, tmp_path)
 @needs_matplotlib
 def test_plots_without_their_figures_are_left_out(document, tmp_path):
     document["cases"] = [document_case(document, "qsa-decode-8-at-32768")]
-    assert [path.stem for path, _ in plots.write(document, tmp_path)] == ["qsa-workloads"]
+    assert [path.stem for path, _ in plots.write(results.merge([document]), tmp_path)] == ["qsa-workloads"]
     document["cases"] = []
-    assert plots.write(document, tmp_path) == []
+    assert plots.write(results.merge([document]), tmp_path) == []
+
+
+# --- Several runs.
+
+
+def renewed(document):
+    """A later run of the same cases, in half the time, on a device that is 10 % slower."""
+    new = slowed(document, 0.5, ceilings=1 / 1.1)
+    new.update(date="2026-02-03T04:05:06+00:00", commit="fedcba9876543210", driver="590.2")
+    return new
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_of_each_case_the_newest_run_counts_as_a_whole(document, order):
+    new = part_of(renewed(document), "ragged", slice(2, 5))
+    before = copy.deepcopy([document, new])
+    merged = results.merge([document, new][::order])
+    assert [document, new] == before  # they are not written to
+    assert [case["case"] for case in merged["cases"]] == [case["case"] for case in document["cases"]]
+    assert [(run["number"], run["driver"]) for run in merged["runs"]] == [(1, "590.2"), (2, "580.1")]
+    assert all({"cases", "host_us"}.isdisjoint(run) for run in merged["runs"])
+    again = {case["case"]: case for case in new["cases"]}
+    for case in merged["cases"]:
+        name = case["case"]
+        source = again.get(name) or document_case(document, name)
+        assert {key: value for key, value in case.items() if key not in ("run", "older")} == source
+        assert case["run"] is merged["runs"][0 if name in again else 1]
+        assert case["older"] == (case["op"] == "ragged" and name not in again)  # all of QSA is of one run
+
+
+def test_a_run_that_nothing_counts_of_any_more_is_left_out(document):
+    new = renewed(document)
+    merged = results.merge([document, new])
+    assert [run["commit"] for run in merged["runs"]] == [new["commit"]]
+    assert not any(case["older"] for case in merged["cases"])
+    document["host_us"], new["host_us"] = {"ragged": {"torch": 2.0}, "qsa": {"torch": 3.0}}, {"ragged": {"torch": 1.0}}
+    merged = results.merge([document, new])
+    assert merged["host_us"] == {"ragged": {"torch": 1.0}, "qsa": {"torch": 3.0}}
+    assert {op: run["number"] for op, run in merged["host_runs"].items()} == {"ragged": 1, "qsa": 2}
+
+
+def test_new_cases_come_last_and_a_new_failure_counts(document):
+    new = renewed(part_of(document, "ragged", slice(2)))
+    new["cases"][0]["ours"] = {"path": "cuda_sm90", "error": "wrong: nan"}
+    new["cases"][1]["case"] = "new"
+    merged = results.merge([document, new])
+    assert merged["cases"][-1]["case"] == "new"
+    assert merged["cases"][0]["ours"]["error"] == "wrong: nan"
+
+
+def test_results_of_different_devices_are_not_merged(document):
+    with pytest.raises(results.NotComparable, match="A GPU, another"):
+        results.merge([document, {**document, "device": "another"}])
+
+
+def test_a_table_of_several_runs_says_which_row_is_whose(document):
+    new = renewed(part_of(document, "ragged", slice(3)))
+    new["ceilings"]["copy_tbps"] = 1e-9  # now the bytes give the floor
+    merged = results.merge([document, new])
+    table = report.operation_table("ragged", report.by_operation(merged)["ragged"])
+    assert table.columns[:3] == ("case", "run", "path")
+    assert all(len(row) == len(table.columns) for row in table.rows)
+    assert [row[1] for row in table.rows] == ["1"] * 3 + ["2"] * 10 + ["", ""]
+    assert [row[4].split()[1] for row in table.rows[:4]] == ["TB/s"] * 3 + ["TFLOP/s"]  # each by its own ceilings
+    assert [row[0] for row in table.rows[-2:]] == ["geometric mean of run 1", "geometric mean of run 2"]
+    of_floor = table.columns.index("of floor")
+    assert table.rows[0][of_floor] == report.percent(new["cases"][0]["floor_ms"] / new["cases"][0]["ours"]["ms"])
+    assert table.rows[-2][of_floor] != table.rows[-1][of_floor]
+    whole = report.operation_table("qsa", report.by_operation(merged)["qsa"])
+    assert whole.columns[:3] == ("case", "shared", "path")
+    assert whole.rows[-1][0] == "geometric mean"
+
+
+def test_host_costs_of_several_runs_say_whose_they_are(document):
+    document["host_us"] = {"ragged": {"torch": 19.2}, "qsa": {"torch": 20.83}}
+    for case in document["cases"][:1] + document["cases"][-1:]:
+        case["ours"]["host_us"] = 17.88
+    new = renewed(part_of(document, "ragged"))
+    new["host_us"] = {"ragged": {"torch": 9.2}}
+    by_framework, by_case = report.host_tables(results.merge([document, new]))
+    assert by_framework.rows == [("run", "1", "2"), ("torch", "9.20", "20.8")]
+    assert by_case.columns[:3] == ("case", "run", "ours")
+    assert [row[1] for row in by_case.rows] == ["1", "2"]
+
+
+@needs_matplotlib
+def test_plots_mark_the_cases_of_an_older_run(document, tmp_path):
+    runs = {
+        "one": [document],
+        "new": [document, renewed(part_of(document, "ragged"))],
+        "some": [document, renewed(part_of(document, "ragged", slice(3)))],
+    }
+    for name, documents in runs.items():
+        plots.write(results.merge(documents), tmp_path / name)
+    for plot in plots.PLOTS:
+        one, new, some = ((tmp_path / name / f"{plot.name}.svg").read_text() for name in runs)
+        of_ragged = plot.name.startswith("ragged")
+        assert (new != one) == (some != one) == of_ragged
+        assert white_dots(one) == white_dots(new) == 0
+        assert (white_dots(some) > 0) == of_ragged
+
+
+def white_dots(svg):
+    return svg.count('style="fill: #ffffff; stroke: #ffffff"')
+
+
+# --- Comparing.
 
 
 def test_noise_is_not_flagged(document):
@@ -473,6 +580,68 @@ def test_the_page_is_made_and_checked(document, file, tmp_path):
     assert stale.returncode == 1
     assert "performance.md is not up to date" in stale.stderr
     assert "old.svg is of other results" in stale.stderr
+
+
+@needs_matplotlib
+@needs_script
+@needs_results
+def test_the_page_of_several_runs_says_what_is_whose(file, tmp_path):
+    document = report.load(RESULTS)
+    new = renewed_on_hopper(document)
+    whole = file(part_of(new, "ragged"), "h200-ragged.json")
+    part = file(part_of(new, "ragged", slice(9)), "h200-9.json")
+    docs = tmp_path / "docs"
+
+    assert page("--results", RESULTS, whole, "--docs", docs).returncode == 0
+    text = (docs / "performance.md").read_text()
+    ragged, qsa = text.split("\n## ")[2:4]
+    counts = {op: len(cases) for op, cases in report.by_operation(document).items()}
+    head = text.partition("## Method")[0]
+    assert "|  | run 1 | run 2 |" in head
+    assert "[h200-ragged.json](../benchmarks/results/h200-ragged.json) | [h200.json](" in head
+    assert f"| {counts['ragged']} of ragged_flash_attention | {counts['qsa']} of qsa_sparse_attention |" in head
+    assert f"| {report.describe_ceilings(new)} | {report.describe_ceilings(document)} |" in head
+    assert "torch 9.9" in head
+    assert "From run 1 (commit fedcba9876543210, 2099-02-03T04:05:06+00:00, driver 999.9;" in ragged
+    assert f"From run 2 (commit {document['commit']}, {document['date']}, driver {document['driver']};" in qsa
+    assert "Older" not in text
+    assert "| run |" not in ragged + qsa
+    assert ragged.count("| cuda_sm90 |") == counts["ragged"]
+    assert all(f"`{path}`" in text for path in ("cuda_sm90", "cuda_portable"))
+    assert page("--check", "--results", RESULTS, whole, "--docs", docs).returncode == 0
+    assert page("--check", "--results", whole, RESULTS, "--docs", docs).returncode == 0
+    stale = page("--check", "--results", RESULTS, part, "--docs", docs)
+    assert stale.returncode == 1
+    assert "performance.md is not up to date" in stale.stderr
+    assert "ragged-head-dims.svg is not up to date" in stale.stderr
+    assert "qsa-workloads.svg" not in stale.stderr
+
+    assert page("--results", RESULTS, part, "--docs", docs).returncode == 0
+    ragged, qsa = (docs / "performance.md").read_text().split("\n## ")[2:4]
+    assert "From run 1 (commit fedcba9876543210" in ragged
+    assert f"**Older**, and maybe of other code, are {counts['ragged'] - 9} of the {counts['ragged']} cases" in ragged
+    assert "| case | run | path |" in ragged
+    assert len(re.findall(r"^\| [\w-]+ \| 1 \| cuda_sm90 \|", ragged, re.MULTILINE)) == 9
+    assert len(re.findall(r"^\| [\w-]+ \| 2 \| cuda_", ragged, re.MULTILINE)) == counts["ragged"] - 9
+    assert "Older" not in qsa
+
+    elsewhere = file({**document, "device": "another"}, "elsewhere.json")
+    refused = page("--results", RESULTS, elsewhere, "--docs", docs)
+    assert refused.returncode == 2
+    assert "different devices" in refused.stderr
+
+
+def renewed_on_hopper(document):
+    """All cases on the Hopper path, in half the time, on a slower device, with other versions."""
+    new = copy.deepcopy(document)
+    new.update(date="2099-02-03T04:05:06+00:00", commit="fedcba9876543210", driver="999.9")
+    new["versions"]["torch"] = "9.9"
+    new["ceilings"] = {name: rate / 1.1 for name, rate in new["ceilings"].items()}
+    for case in new["cases"]:
+        case["floor_ms"] *= 1.1
+        case["ours"]["path"] = "cuda_sm90"
+        case["ours"]["ms"] *= 0.5
+    return new
 
 
 @needs_matplotlib

@@ -16,7 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .._cli.tables import Table
-from .report import Case, Document, significant
+from .report import significant
+from .results import Case, Document, NotComparable
 
 TOLERANCE = 0.03  # a margin for what differs between whole runs, which the samples of one run cannot show
 FEWEST_SAMPLES = 5
@@ -25,10 +26,6 @@ _RESAMPLES = 2000
 
 SLOWER, FASTER, SAME, UNCLEAR, BROKEN = "slower", "faster", "same", "unclear", "broken"
 _ORDER = (BROKEN, SLOWER, FASTER, UNCLEAR, SAME)
-
-
-class NotComparable(ValueError):
-    """Why two results cannot be held against each other."""
 
 
 @dataclass(frozen=True)

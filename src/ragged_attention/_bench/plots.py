@@ -1,4 +1,4 @@
-"""Plots of a result document, as SVG: the same document gives the same files, byte for byte."""
+"""Plots of results, as SVG: the same results give the same files, byte for byte."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .report import TITLES, Case, Document, by_operation, peers_that_ran
+from .report import TITLES, by_operation, peers_that_ran
+from .results import Case, Document
 
 OURS = "ours"
 
@@ -50,6 +51,7 @@ _RC = {
     "legend.frameon": False,
 }
 _FLOOR_LINE: dict[str, Any] = {"color": "black", "linewidth": 1, "linestyle": "--"}
+_OLDER: dict[str, Any] = {"color": "white", "marker": "o", "markersize": 2, "linestyle": "none", "zorder": 5}
 _WIDTH = 9.0  # inches: as wide as a page of documentation
 
 
@@ -57,15 +59,15 @@ _WIDTH = 9.0  # inches: as wide as a page of documentation
 class Plot:
     name: str  # of the file, without its suffix
     caption: str
-    draw: Callable[[Document], Any]  # None where the document has nothing for it
+    draw: Callable[[Document], Any]  # None where the results have nothing for it
 
 
 def has_matplotlib() -> bool:
     return importlib.util.find_spec("matplotlib") is not None
 
 
-def write(document: Document, folder: Path, suffix: str = "svg") -> list[tuple[Path, str]]:
-    """The files and their captions; those plots that the document has figures for."""
+def write(merged: Document, folder: Path, suffix: str = "svg") -> list[tuple[Path, str]]:
+    """The files and their captions; those plots that the merged results have figures for."""
     import matplotlib
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -74,7 +76,7 @@ def write(document: Document, folder: Path, suffix: str = "svg") -> list[tuple[P
         with matplotlib.rc_context():
             matplotlib.rcdefaults()  # not what the user's matplotlibrc says
             matplotlib.rcParams.update(_RC)
-            figure = plot.draw(document)
+            figure = plot.draw(merged)
             if figure is not None:
                 path = folder / f"{plot.name}.{suffix}"
                 _save(figure, path)
@@ -111,14 +113,14 @@ _MASKS = {"null": "full", "causal": "causal"}
 _GRID_NAME = re.compile(r"ragged-(?P<layout>[a-z0-9]+)-d(?P<head_dim>\d+)-(?P<mask>[a-z0-9]+)")
 
 
-def _timed(document: Document, op: str) -> list[Case]:
-    return [case for case in by_operation(document).get(op, ()) if "ms" in case["ours"]]
+def _timed(merged: Document, op: str) -> list[Case]:
+    return [case for case in by_operation(merged).get(op, ()) if "ms" in case["ours"]]
 
 
-def _ragged_grid(document: Document) -> dict[str, Rows]:
+def _ragged_grid(merged: Document) -> dict[str, Rows]:
     """By head dim, the cases that differ in nothing else: layouts of sequences times masks."""
     panels: dict[int, Rows] = {}
-    for case in _timed(document, "ragged"):
+    for case in _timed(merged, "ragged"):
         if found := _GRID_NAME.fullmatch(case["case"]):
             panels.setdefault(int(found["head_dim"]), {})[f"{found['layout']} {found['mask']}"] = case
     most = max(map(len, panels.values()), default=0)
@@ -128,19 +130,19 @@ def _ragged_grid(document: Document) -> dict[str, Rows]:
     return {f"D {head_dim}, {_heads(next(iter(rows.values())))}": rows for head_dim, rows in full.items()}
 
 
-def _draw_ragged_grid(document: Document) -> Any:
-    return _draw_over_floor("ragged_flash_attention: time over the floor, by head dim", _ragged_grid(document))
+def _draw_ragged_grid(merged: Document) -> Any:
+    return _draw_over_floor("ragged_flash_attention: time over the floor, by head dim", _ragged_grid(merged))
 
 
-def _draw_ragged_rest(document: Document) -> Any:
-    drawn = {case["case"] for rows in _ragged_grid(document).values() for case in rows.values()}
-    rest = {case["case"]: case for case in _timed(document, "ragged") if case["case"] not in drawn}
+def _draw_ragged_rest(merged: Document) -> Any:
+    drawn = {case["case"] for rows in _ragged_grid(merged).values() for case in rows.values()}
+    rest = {case["case"]: case for case in _timed(merged, "ragged") if case["case"] not in drawn}
     title = "ragged_flash_attention: time over the floor" + (", other workloads" if drawn else "")
     return _draw_over_floor(title, {"": rest})
 
 
-def _draw_qsa_floor(document: Document) -> Any:
-    rows = {case["case"]: case for case in _timed(document, "qsa")}
+def _draw_qsa_floor(merged: Document) -> Any:
+    rows = {case["case"]: case for case in _timed(merged, "qsa")}
     return _draw_over_floor("qsa_sparse_attention: time over the floor", {"": rows})
 
 
@@ -167,7 +169,7 @@ def _draw_over_floor(title: str, panels: dict[str, Rows]) -> Any:
     figure.supxlabel(
         "time / floor (log scale), left is faster; 1x is what the ceilings measured in the same run allow", fontsize=9
     )
-    _heading(figure, title, height, peers, lines=False)
+    _heading(figure, title, height, cases, lines=False)
     return figure
 
 
@@ -199,6 +201,8 @@ def _floor_panel(axes: Any, labels: list[str], rows: Rows, peers: list[str]) -> 
                 markeredgewidth=0.6,
                 zorder=4 if name == OURS else 3,
             )
+        if name == OURS:
+            _dot(axes, [(value, place) for value, place in points if rows[labels[place]]["older"]])
     axes.tick_params(axis="y", length=0)
     axes.spines["left"].set_visible(False)
     axes.grid(axis="x")
@@ -212,10 +216,10 @@ def _over_floor(case: Case, name: str) -> float | None:
 # --- TFLOP/s over sequence length.
 
 
-def _draw_lengths(document: Document) -> Any:
+def _draw_lengths(merged: Document) -> Any:
     """A column per head dim, a row per mask."""
     panels: dict[tuple[str, int], dict[int, Case]] = {}
-    for case in _timed(document, "ragged"):
+    for case in _timed(merged, "ragged"):
         found = re.fullmatch(r"(?:ragged|cpu)-\d+x(\d+)-d\d+(?:-(?:full|causal|bf16))?", case["case"])
         if found and case["mask"] in _MASKS:
             panels.setdefault((case["mask"], case["head_dim"]), {})[int(found[1])] = case
@@ -246,7 +250,7 @@ def _draw_lengths(document: Document) -> Any:
                 axes.set_ylabel("TFLOP/s")
             if row == len(masks) - 1:
                 axes.set_xlabel("tokens in each sequence")
-    _heading(figure, "ragged_flash_attention: rate over the sequence length, up is faster", height, peers)
+    _heading(figure, "ragged_flash_attention: rate over the sequence length, up is faster", height, cases)
     return figure
 
 
@@ -258,10 +262,10 @@ def _tflops(case: Case, name: str) -> float | None:
 # --- QSA: prefill over what neighbours share, decode over the batch.
 
 
-def _draw_qsa(document: Document) -> Any:
+def _draw_qsa(merged: Document) -> Any:
     prefill: dict[tuple[int, int], dict[float, Case]] = {}
     decode: dict[int, dict[float, Case]] = {}
-    for case in _timed(document, "qsa"):
+    for case in _timed(merged, "qsa"):
         if found := re.fullmatch(r"qsa-prefill-(\d+)-at-(\d+)-(?:share[\d.]+|random)", case["case"]):
             if case["share"] is not None:
                 prefill.setdefault((int(found[1]), int(found[2])), {})[case["share"]] = case
@@ -293,7 +297,7 @@ def _draw_qsa(document: Document) -> Any:
         _decode_panel(axes, points, peers)
         axes.set_title(f"Decode, contexts of {_thousands(context)} tokens\nµs (log scale), down is faster", loc="left")
     _heading(
-        figure, "qsa_sparse_attention: prefill over shared tokens, decode over the batch", height, peers, bool(decode)
+        figure, "qsa_sparse_attention: prefill over shared tokens, decode over the batch", height, cases, bool(decode)
     )
     return figure
 
@@ -355,12 +359,14 @@ def _figure(height: float, rows: int, columns: int, **parameters: Any) -> tuple[
     return figure, figure.subplots(rows, columns, squeeze=False, **parameters)
 
 
-def _heading(figure: Any, title: str, height: float, peers: list[str], floor: bool = False, lines: bool = True) -> None:
+def _heading(
+    figure: Any, title: str, height: float, cases: list[Case], floor: bool = False, lines: bool = True
+) -> None:
     """The title and the legend above everything, ours first."""
     from matplotlib.lines import Line2D
 
-    names = (OURS, *peers)
-    handles = []
+    names = (OURS, *_peers(cases))
+    handles: list[Any] = []
     for name in names:
         colour, marker, size = _style(name)
         width = 0 if not lines else 2.6 if name == OURS else 1.2
@@ -371,6 +377,12 @@ def _heading(figure: Any, title: str, height: float, peers: list[str], floor: bo
     if floor:
         handles.append(Line2D([], [], **_FLOOR_LINE))
         labels.append("floor")
+    if any(case["older"] for case in cases):
+        colour, marker, size = _style(OURS)
+        handles.append(
+            (Line2D([], [], color=colour, marker=marker, markersize=size, linewidth=0), Line2D([], [], **_OLDER))
+        )
+        labels.append("of an older run")
     figure.get_layout_engine().set(rect=(0, 0, 1, 1 - 0.58 / height))
     figure.text(0.01, 1 - 0.2 / height, title, fontsize=11, fontweight="bold", va="center")
     figure.legend(
@@ -399,6 +411,14 @@ def _line(axes: Any, name: str, points: dict[Any, Case], value_of: Callable[[Cas
         linewidth=2.6 if name == OURS else 1.2,
         zorder=4 if name == OURS else 3,
     )
+    if name == OURS:
+        _dot(axes, [(x, value) for x, value in line if points[x]["older"]])
+
+
+def _dot(axes: Any, points: list[tuple[float, float]]) -> None:
+    """Mark cases of an older run, on ours alone: the peers' markers are too small, and a case is of one run."""
+    if points:
+        axes.plot(*zip(*points, strict=True), **_OLDER)
 
 
 def _peers(cases: Iterable[Case]) -> list[str]:

@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from .._cli.tables import Table
-
-Document = dict[str, Any]
-Case = dict[str, Any]
+from .results import Case, Document, merge, runs_of
 
 OPERATIONS = {"ragged": "ragged_flash_attention", "qsa": "qsa_sparse_attention"}
 
@@ -30,6 +28,7 @@ TITLES = {
 
 NUMBERS = ("ms", "rate", "of floor")  # columns beside those of the peers
 SHARED = "shared"  # and where neighbouring rows share tokens: what part of its list the next row lists too
+RUN = "run"  # and where rows are of different runs: the number of a row's own
 
 
 class NotAResult(ValueError):
@@ -96,15 +95,16 @@ def matmul_tflops(dtype: str, ceilings: dict[str, Any]) -> float:
     return float(ceilings.get(f"matmul_{dtype}_tflops") or ceilings["matmul_tflops"])
 
 
-def is_bound_by_arithmetic(case: Case, ceilings: dict[str, Any]) -> bool:
-    """Which of the two gives the case's floor."""
+def is_bound_by_arithmetic(case: Case) -> bool:
+    """Which of the two gives the floor of a merged case."""
+    ceilings = case["run"]["ceilings"]
     return bool(case["flops"] / matmul_tflops(case["dtype"], ceilings) >= case["bytes"] / ceilings["copy_tbps"])
 
 
-def describe_rate(case: Case, ceilings: dict[str, Any]) -> str:
+def describe_rate(case: Case) -> str:
     """Of what the floor is made of: operations or bytes."""
     ms = case["ours"]["ms"]
-    if is_bound_by_arithmetic(case, ceilings):
+    if is_bound_by_arithmetic(case):
         return f"{significant(case['flops'] / ms / 1e9, 3)} TFLOP/s"
     return f"{significant(case['bytes'] / ms / 1e9, 3)} TB/s"
 
@@ -142,21 +142,28 @@ def describe_ceilings(document: Document) -> str:
     return ", ".join(parts)
 
 
-def operation_table(op: str, cases: list[Case], ceilings: dict[str, Any]) -> Table:
-    """Ours, and of each peer that ran how many times as long it takes."""
-    peers = peers_that_ran(cases)
-    rows = [_row(case, peers, ceilings) for case in cases]
-    if sum("ms" in case["ours"] for case in cases) > 1:
-        rows.append(
-            ("geometric mean", "", "", "", _mean_of_floor(cases), *(_mean_ratio(cases, peer) for peer in peers))
-        )
-    numbers = (*NUMBERS, *peers)
-    columns = ("case", "path", *numbers)
+def operation_table(op: str, cases: list[Case]) -> Table:
+    """Of merged cases: ours, and of each peer that ran how many times as long it takes. Every run has its own means."""
+    peers, runs = peers_that_ran(cases), runs_of(cases)
+    extra: list[tuple[str, Callable[[Case], str]]] = []
+    if len(runs) > 1:
+        extra.append((RUN, _run))
     if shares_tokens(cases):
-        shares = [*(_share(case) for case in cases), ""]
-        rows = [(row[0], share, *row[1:]) for row, share in zip(rows, shares, strict=False)]
-        numbers, columns = (SHARED, *numbers), ("case", SHARED, *columns[1:])
-    return Table(OPERATIONS.get(op, op), columns, rows, right=frozenset(numbers))
+        extra.append((SHARED, _share))
+    rows = [(case["case"], *(tell(case) for _, tell in extra), *_row(case, peers)) for case in cases]
+    for run in runs:
+        timed = [case for case in cases if case["run"] is run and "ms" in case["ours"]]
+        if len(timed) > 1:
+            name = "geometric mean" + (f" of run {run['number']}" if len(runs) > 1 else "")
+            means = (_mean_of_floor(timed), *(_mean_ratio(timed, peer) for peer in peers))
+            rows.append((name, *("" for _ in extra), "", "", "", *means))
+    added = [name for name, _ in extra]
+    numbers = (*NUMBERS, *peers)
+    return Table(OPERATIONS.get(op, op), ("case", *added, "path", *numbers), rows, right=frozenset((*added, *numbers)))
+
+
+def _run(case: Case) -> str:
+    return str(case["run"]["number"])
 
 
 def shares_tokens(cases: Iterable[Case]) -> bool:
@@ -167,18 +174,20 @@ def _share(case: Case) -> str:
     return "" if case.get("share") is None else percent(case["share"])
 
 
-def host_tables(document: Document) -> list[Table]:
+def host_tables(merged: Document) -> list[Table]:
     """What an eager call costs the host: by framework, of a call of one row, and beside the peers, of short calls."""
-    return [table for table in (_host_by_framework(document), _host_by_case(document)) if table is not None]
+    return [table for table in (_host_by_framework(merged), _host_by_case(merged)) if table is not None]
 
 
-def _host_by_framework(document: Document) -> Table | None:
-    costs = document.get("host_us") or {}
+def _host_by_framework(merged: Document) -> Table | None:
+    costs = merged["host_us"]
     frameworks = sorted({name for of_op in costs.values() for name in of_op})
     measured = [op for op in OPERATIONS if any(not isinstance(cost, str) for cost in costs.get(op, {}).values())]
     if not measured:
         return None
     rows = [(name, *(_microseconds(costs[op].get(name)) for op in measured)) for name in frameworks]
+    if len(merged["runs"]) > 1:
+        rows.insert(0, (RUN, *(str(merged["host_runs"][op]["number"]) for op in measured)))
     columns = tuple(OPERATIONS[op] for op in measured)
     reasons = dict.fromkeys(
         f"Not measured: {name}: {cost.partition('. ')[0].rstrip('.')}."
@@ -190,15 +199,17 @@ def _host_by_framework(document: Document) -> Table | None:
     return Table(title, ("tensors", *columns), rows, right=frozenset(columns), note="\n".join(reasons))
 
 
-def _host_by_case(document: Document) -> Table | None:
-    cases = [case for case in document["cases"] if "host_us" in case["ours"]]
+def _host_by_case(merged: Document) -> Table | None:
+    cases = [case for case in merged["cases"] if "host_us" in case["ours"]]
     if not cases:
         return None
     peers = dict.fromkeys(name for case in cases for name, peer in case["peers"].items() if "host_us" in peer)
-    columns = ("ours", *peers)
+    several = len(merged["runs"]) > 1
+    columns = (*((RUN,) if several else ()), "ours", *peers)
     rows = [
         (
             case["case"],
+            *((_run(case),) if several else ()),
             _microseconds(case["ours"]["host_us"]),
             *(_microseconds(case["peers"].get(name, {}).get("host_us")) for name in peers),
         )
@@ -216,8 +227,9 @@ def _microseconds(cost: float | str | None) -> str:
 def result_tables(document: Document) -> list[Table]:
     """For a terminal: one per operation, and what calls cost the host."""
     tables = []
-    for op, cases in by_operation(document).items():
-        table = operation_table(op, cases, document["ceilings"])
+    merged = merge([document])
+    for op, cases in by_operation(merged).items():
+        table = operation_table(op, cases)
         if peers_that_ran(cases):
             notes = ["Under a peer's name: its time over ours, so above 1 ours is faster."]
         else:
@@ -229,7 +241,7 @@ def result_tables(document: Document) -> list[Table]:
         tables.append(table)
     if tables:
         tables[0].title = f"{title(document)}\nCeilings of this run: {describe_ceilings(document)}\n\n{tables[0].title}"
-    return tables + host_tables(document)
+    return tables + host_tables(merged)
 
 
 def ratio(case: Case, peer: str) -> float | None:
@@ -238,16 +250,15 @@ def ratio(case: Case, peer: str) -> float | None:
     return theirs / ours if ours and theirs else None
 
 
-def _row(case: Case, peers: list[str], ceilings: dict[str, Any]) -> tuple[str, ...]:
+def _row(case: Case, peers: list[str]) -> tuple[str, ...]:
     path = case["ours"].get("path", "")
     if "ms" not in case["ours"]:
-        return (case["case"], path, "failed", "", "", *("" for _ in peers))
+        return (path, "failed", "", "", *("" for _ in peers))
     ms = case["ours"]["ms"]
     return (
-        case["case"],
         path,
         significant(ms, 4),
-        describe_rate(case, ceilings),
+        describe_rate(case),
         percent(case["floor_ms"] / ms),
         *(_versus(case, peer) for peer in peers),
     )
@@ -262,7 +273,7 @@ def _versus(case: Case, peer: str) -> str:
 
 
 def _mean_of_floor(cases: list[Case]) -> str:
-    return percent(_geometric_mean([case["floor_ms"] / case["ours"]["ms"] for case in cases if "ms" in case["ours"]]))
+    return percent(_geometric_mean([case["floor_ms"] / case["ours"]["ms"] for case in cases]))
 
 
 def _mean_ratio(cases: list[Case], peer: str) -> str:

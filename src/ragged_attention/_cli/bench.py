@@ -49,8 +49,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> tuple[int, dict[str, Any] | None]:
     """The status is 0; 1 where a case failed or got slower; 2 where the command cannot be carried out."""
-    from .._bench.compare import NotComparable
     from .._bench.report import NotAResult
+    from .._bench.results import NotComparable
 
     try:
         return _run(arguments)
@@ -60,7 +60,7 @@ def run(arguments: argparse.Namespace) -> tuple[int, dict[str, Any] | None]:
 
 
 def _run(arguments: argparse.Namespace) -> tuple[int, dict[str, Any] | None]:
-    from .._bench import plots, report
+    from .._bench import plots, report, results
 
     if arguments.list:
         tables.show([_table_of_cases(_chosen(arguments))])
@@ -81,7 +81,7 @@ def _run(arguments: argparse.Namespace) -> tuple[int, dict[str, Any] | None]:
         shown.append(as_table(comparison))
     tables.show(shown)
     if arguments.plots is not None:
-        for path, caption in plots.write(document, arguments.plots):
+        for path, caption in plots.write(results.merge([document]), arguments.plots):
             print(f"{path}: {caption}")
     failed = given is None and any("ms" not in case["ours"] for case in document["cases"])
     got_slower = comparison is not None and comparison.got_slower
