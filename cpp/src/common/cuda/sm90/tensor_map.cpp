@@ -27,8 +27,7 @@ void check_driver(CUresult result, const char* doing) {
   throw CudaError("CUDA error " + std::to_string(static_cast<int>(result)) + " while " + doing);
 }
 
-constexpr std::int64_t kBytes = 2;                      // of an element
-constexpr std::int64_t kZSpan = std::int64_t{1} << 34;  // elements; z's stride is this less a row's
+constexpr std::int64_t kBytes = 2;  // of an element
 
 void encode(CUtensorMap* map, const RaggedBoxes& boxes, void* data) {
   const std::int64_t rows = boxes.row_stride;
@@ -37,7 +36,7 @@ void encode(CUtensorMap* map, const RaggedBoxes& boxes, void* data) {
                                static_cast<cuuint64_t>(kRaggedWrap) + 1};
   const cuuint64_t strides[4] = {static_cast<cuuint64_t>(boxes.head_stride * kBytes),
                                  static_cast<cuuint64_t>(rows * kBytes), static_cast<cuuint64_t>(rows * kBytes),
-                                 static_cast<cuuint64_t>((kZSpan - rows) * kBytes)};
+                                 static_cast<cuuint64_t>((kRaggedSpan - rows) * kBytes)};
   const cuuint32_t box[5] = {64, 1, static_cast<cuuint32_t>(boxes.box_rows), 1, 1};
   const cuuint32_t element_strides[5] = {1, 1, 1, 1, 1};
   static const auto function =
@@ -53,7 +52,7 @@ void encode(CUtensorMap* map, const RaggedBoxes& boxes, void* data) {
 
 bool tma_takes(const void* data, const RaggedBoxes& boxes) {
   return aligned_16(data, {boxes.row_stride, boxes.head_stride}, kBytes) && boxes.row_stride > 0 &&
-         boxes.head_stride > 0 && boxes.row_stride < kZSpan && boxes.head_stride < kZSpan;
+         boxes.head_stride > 0 && boxes.row_stride < kRaggedSpan && boxes.head_stride < kRaggedSpan;
 }
 
 void encode_ragged(CUtensorMap* map, const void* data, const RaggedBoxes& boxes) {

@@ -1,4 +1,4 @@
-// Barriers in shared memory, and TMA copies of ragged tensors (tensor_map.h says how their coordinates work).
+// Barriers in shared memory, and TMA copies of ragged tensors (ragged_coordinates.h says how their coordinates work).
 #pragma once
 
 #include <cuda.h>
@@ -8,7 +8,7 @@
 #include <cstdint>
 #include <cute/arch/copy_sm90_tma.hpp>
 
-#include "common/cuda/sm90/tensor_map.h"
+#include "common/cuda/sm90/ragged_coordinates.h"
 
 namespace ragged_attention::sm90 {
 
