@@ -137,7 +137,7 @@ def check_bits_in_any_company(framework: Framework, rng: np.random.Generator, ca
     results = case.run(framework)
     expected = sequences_of(case, results)
     assert_all_same_bits(case.run(framework), results, "a repeat", "the first run")
-    for hint in (0, 1, 100, 2**31):
+    for hint in (0, 1, 100, 2**31):  # which of two kernels is launched first
         assert_all_same_bits(case.run(framework, q_max_seq_len=hint), results, f"with the hint {hint}")
     for sequence, alone in enumerate(expected):
         if len(alone[0]):
@@ -255,6 +255,12 @@ def check_not_for_tma(framework: Framework, case: Case) -> None:
         other.run_and_check(framework)
     for layout in (off_by_one, odd_rows):
         case.check(*run_into(framework, case, layout))
+    # One row for all tokens, and one head for all heads.
+    _, heads, head_dim = case.array("k").shape
+    for strides in ((0, head_dim, 1), (heads * head_dim, 0, 1)):
+        view = Strided(case.array("k").reshape(-1), case.array("k").shape, strides)
+        values = np.ascontiguousarray(view.array)
+        case.replace(k=values).check(*case.replace(k=view).run(framework))
 
 
 def check_offset_types(framework: Framework, rng: np.random.Generator, case: Case) -> None:
@@ -510,11 +516,12 @@ def test_strided_views_give_the_bits_of_contiguous_tensors(hopper, rng, head_dim
         check_same_bits_into_views(hopper, case)
 
 
-def test_a_single_head_may_have_any_head_stride(hopper, rng):
+def test_a_single_head_or_row_may_have_any_stride(hopper, rng):
     """It means nothing, odd or not: the fast path is taken, with the same bits."""
-    case = ragged_case(rng, [70, 5, 300], heads=(1, 1), dtype="bfloat16")
-    odd = case.replace(**{name: strided(case.array(name), [64, 7, 1]) for name in "qkv"})
-    assert_all_same_bits(odd.run(hopper), case.run(hopper), "an odd head stride", "a contiguous tensor")
+    for lengths, heads, strides in (([70, 5, 300], (1, 1), [64, 7, 1]), ([1], (4, 4), [7, 64, 1])):
+        case = ragged_case(rng, lengths, heads=heads, dtype="bfloat16")
+        odd = case.replace(**{name: strided(case.array(name), strides) for name in "qkv"})
+        assert_all_same_bits(odd.run(hopper), case.run(hopper), "an odd stride", "a contiguous tensor")
 
 
 @pytest.mark.parametrize(("head_dim", "dtype"), [(64, "bfloat16"), (72, "float16"), (192, "bfloat16")])
