@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,8 @@ from ragged_attention import reference
 
 DTYPES = ("float32", "float16", "bfloat16")
 HEAD_DIMS = (8, 72, 80, 128, 256)
+# Where 16-bit inputs have kernels of their own on Hopper; 72 shares those of 80.
+HOPPER_HEAD_DIMS = (64, 72, 80, 96, 128, 192, 256)
 MASKS = (
     ("null", -1),
     ("causal", -1),
@@ -31,6 +33,12 @@ MASKS = (
     ("chunked", 7),
     ("chunked_causal", 7),
 )
+
+# And where they have none: one for each portable kernel.
+PORTABLE_HEAD_DIMS = (40, 88, 120, 136, 200)
+
+# More rows than Hopper's short kernels take of a sequence (sm90/config.h): up to D 128, and above.
+LONG = (260, 1030)
 
 # Partial tiles of every size that a kernel may use, an empty sequence, and rows that no sequence owns at both ends.
 LENGTHS = (1, 0, 63, 65, 130, 7)
@@ -68,9 +76,25 @@ class Cases:
                 yield f"ragged {dtype} D {head_dim} {mask}", self.ragged(dtype, head_dim, mask, window)
             for heads in ((24, 2), (3, 3)):
                 yield f"qsa {dtype} D {head_dim} heads {heads[0]}/{heads[1]}", self.qsa(dtype, head_dim, heads)
+        for dtype, head_dim in itertools.product(DTYPES[1:], HOPPER_HEAD_DIMS):
+            # Tiny sequences (up to 16 rows), the short and the long kernel in one call, each with as few heads as show
+            # that they are told apart.
+            lengths = (LONG[head_dim > 128], 16, 17, 0, 130, 1)
+            for mask, window in (MASKS[1], ("sliding_window_noncausal", 40)):
+                yield (
+                    f"ragged {dtype} D {head_dim} {mask}, long and short",
+                    self.ragged(dtype, head_dim, mask, window, lengths, heads=(2, 1)),
+                )
+        for dtype, head_dim in itertools.product(DTYPES[1:], PORTABLE_HEAD_DIMS):
+            yield f"ragged {dtype} D {head_dim}", self.ragged(dtype, head_dim, *MASKS[1])
+        for dtype, head_dim in itertools.product(DTYPES[1:], (64, 128, 256)):  # TMA does not take these
+            yield f"ragged {dtype} D {head_dim} off by one", self.ragged(dtype, head_dim, *MASKS[1], off_by_one=True)
+        for dtype in DTYPES[1:]:
+            yield f"ragged {dtype} many sequences", self.many_sequences(dtype)
         for dtype in DTYPES:
             for kind in ("random", "negative", "descending", "past the end"):
-                yield f"ragged {dtype} offsets {kind}", self.garbage_offsets(dtype, kind)
+                for head_dim in (64,) if dtype == "float32" else (120, 128):  # portable, and Hopper's own
+                    yield f"ragged {dtype} D {head_dim} offsets {kind}", self.garbage_offsets(dtype, head_dim, kind)
             for kind in ("indices", "counts", "table", "lengths", "offsets"):
                 yield f"qsa {dtype} garbage in {kind}", self.garbage_qsa(dtype, kind)
 
@@ -100,17 +124,36 @@ class Cases:
                 return f"{what} is wrong at {int(np.sum(~(same | close)))} of {got.size} places"
         return None
 
-    def ragged_operands(self, dtype: str, head_dim: int) -> tuple[list[torch.Tensor], np.ndarray]:
-        offsets = np.cumsum([BEFORE, *LENGTHS]).astype(np.int32)
+    def ragged_operands(
+        self,
+        dtype: str,
+        head_dim: int,
+        lengths: Sequence[int] = LENGTHS,
+        heads: tuple[int, int] = (4, 2),
+        off_by_one: bool = False,
+    ) -> tuple[list[torch.Tensor], np.ndarray]:
+        offsets = np.cumsum([BEFORE, *lengths]).astype(np.int32)
         total = int(offsets[-1]) + AFTER
-        return [self.normal(dtype, total, heads, head_dim) for heads in (4, 2, 2)], offsets
+        tensors = []
+        for count in (heads[0], heads[1], heads[1]):
+            size = total * count * head_dim
+            # One element more in front of it, none behind.
+            values = self.normal(dtype, size + off_by_one)[int(off_by_one) :]
+            tensors.append(values.view(total, count, head_dim))
+        return tensors, offsets
 
-    def ragged(self, dtype: str, head_dim: int, mask: str, window: int) -> str | None:
-        tensors, offsets = self.ragged_operands(dtype, head_dim)
+    def ragged(self, dtype: str, head_dim: int, mask: str, window: int, *geometry: Any, **options: Any) -> str | None:
+        tensors, offsets = self.ragged_operands(dtype, head_dim, *geometry, **options)
         results = ragged_attention.ragged_flash_attention(
             *tensors, self.tensor(offsets), mask_str=mask, local_window_size=window, return_lse=True
         )
         return self.verdict(results, self.sampled_ragged(tensors, offsets, mask, window, results), dtype)
+
+    def many_sequences(self, dtype: str) -> str | None:
+        """So many that the short kernel takes several heads at once and, where they fit, keeps their keys."""
+        lengths = np.zeros(2500, np.int64)
+        lengths[::250] = (17, 5, 64, 100, 128, 130, 1, 20, 65, 16)
+        return self.ragged(dtype, 64, *MASKS[0], lengths=lengths.tolist(), heads=(16, 2))
 
     def sampled_ragged(
         self, tensors: list[torch.Tensor], offsets: np.ndarray, mask: str, window: int, results: Any
@@ -118,7 +161,7 @@ class Cases:
         """The reference on some rows; the others are taken as they are, so that only the sampled ones can differ."""
         if not self.compare:
             return None
-        rows = np.array([0, *offsets[:-1], *(offsets[1:] - 1), int(offsets[-1])])
+        rows = np.unique([0, *offsets[:-1], *(offsets[1:] - 1), int(offsets[-1])])
         sampled = reference.ragged_flash_attention(
             *(tensor.cpu().float().numpy() for tensor in tensors),
             offsets,
@@ -174,8 +217,8 @@ class Cases:
             expected = reference.qsa_sparse_attention(**arrays, layer_idx=1)
         return self.verdict(results, expected, dtype)
 
-    def garbage_offsets(self, dtype: str, kind: str) -> str | None:
-        tensors, offsets = self.ragged_operands(dtype, 128 if dtype != "float32" else 64)
+    def garbage_offsets(self, dtype: str, head_dim: int, kind: str) -> str | None:
+        tensors, offsets = self.ragged_operands(dtype, head_dim)
         total = len(tensors[0])
         garbage = {
             "random": self.rng.integers(-(2**31), 2**31, len(offsets)),
