@@ -99,6 +99,9 @@ class Torch(Framework):
         return stream
 
     def empty(self, like: Any, rank: int, dtype: str | None, name: str) -> Any:
+        if dtype is None and rank == like.dim():
+            torch = sys.modules["torch"]
+            return torch.empty_like(like, memory_format=torch.contiguous_format)  # half the cost of new_empty
         if dtype is None:
             return like.new_empty(like.shape[:rank])
         return like.new_empty(like.shape[:rank], dtype=getattr(sys.modules["torch"], dtype))
