@@ -164,6 +164,8 @@ ImportedTensor import_tensor(nb::handle object, const char* name, Access access,
     }
   } catch (const nb::python_error& error) {
     no_tensor(object, name, error.what());
+  } catch (const nb::cast_error&) {
+    no_tensor(object, name, "its __dlpack_device__() gave no pair of integers");
   }
 
   bool read_only = false;
@@ -177,7 +179,13 @@ ImportedTensor import_tensor(nb::handle object, const char* name, Access access,
     } else {
       // The first cast consumed the capsule; a second one shows whether the producer lets it be written.
       nb::ndarray<> writable;
-      read_only = !nb::try_cast(capsule_of(object, stream), writable, false);
+      try {
+        read_only = !nb::try_cast(capsule_of(object, stream), writable, false);
+      } catch (const nb::python_error& error) {
+        no_tensor(object, name, error.what());
+      } catch (const nb::cast_error&) {
+        no_tensor(object, name, "its __dlpack_device__() gave no pair of integers");
+      }
       PyErr_Clear();
     }
   }

@@ -26,10 +26,21 @@ class Framework:
     name = "DLPack"
 
     def is_cuda(self, tensor: Any) -> bool:
-        return int(tensor.__dlpack_device__()[0]) in (2, 13)  # kDLCUDA, kDLCUDAManaged
+        return self._device(tensor)[0] in (2, 13)  # kDLCUDA, kDLCUDAManaged
 
     def device_index(self, tensor: Any) -> int:
-        return int(tensor.__dlpack_device__()[1])
+        return self._device(tensor)[1]
+
+    @staticmethod
+    def _device(q: Any) -> tuple[int, int]:
+        try:  # whatever an object makes of the protocol
+            kind, index = q.__dlpack_device__()
+            return int(kind), int(index)
+        except Exception as error:
+            raise TypeError(
+                f"q: expected a tensor that speaks DLPack, got a {type(q).__name__} whose __dlpack_device__() does not "
+                f"say where it lies: {error}"
+            ) from error
 
     def current_stream(self, tensor: Any) -> int:
         stream = _C.current_stream(tensor, self.device_index(tensor))
@@ -99,12 +110,12 @@ class Torch(Framework):
         return stream
 
     def empty(self, like: Any, rank: int, dtype: str | None, name: str) -> Any:
-        if dtype is None and rank == like.dim():
-            torch = sys.modules["torch"]
+        torch = sys.modules["torch"]
+        if dtype is None and rank == like.dim() and like.layout is torch.strided:
             return torch.empty_like(like, memory_format=torch.contiguous_format)  # half the cost of new_empty
         if dtype is None:
             return like.new_empty(like.shape[:rank])
-        return like.new_empty(like.shape[:rank], dtype=getattr(sys.modules["torch"], dtype))
+        return like.new_empty(like.shape[:rank], dtype=getattr(torch, dtype))
 
     def record_stream(self, tensor: Any, stream: int) -> None:
         torch = sys.modules["torch"]

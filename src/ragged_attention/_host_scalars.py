@@ -15,12 +15,19 @@ def _host_value(value: Any, name: str, expected: str) -> Any:
     """The element of a one-element host array; anything that is no array as it is."""
     if not hasattr(value, "__dlpack_device__"):
         return value
-    if int(value.__dlpack_device__()[0]) not in (1, 3):  # kDLCPU, kDLCUDAHost
+    try:  # whatever an object makes of the protocol
+        kind = int(value.__dlpack_device__()[0])
+        on_host = kind in (1, 3)  # kDLCPU, kDLCUDAHost
+        array = value if isinstance(value, np.ndarray) or not on_host else np.from_dlpack(value)
+    except Exception as error:
+        raise TypeError(
+            f"{name}: expected {expected}, got a {type(value).__name__} that DLPack cannot read: {error}"
+        ) from error
+    if not on_host:
         raise TypeError(
             f"{name}: expected {expected} on the host, got a {type(value).__name__} in device memory, and reading it "
             f"would synchronise; pass value.item()"
         )
-    array = value if isinstance(value, np.ndarray) else np.from_dlpack(value)
     if array.size != 1:
         raise TypeError(f"{name}: expected {expected}, got an array of shape {list(array.shape)}")
     return array.reshape(())[()]
@@ -44,6 +51,12 @@ def _host_int(value: Any, name: str) -> int:
         raise TypeError(f"{name}: expected {expected}, got {_described(value)}") from None
 
 
+def host_bool(value: Any, name: str) -> bool:
+    if isinstance(value, (bool, np.bool_)) or (type(value) is int and value in (0, 1)):
+        return bool(value)
+    raise TypeError(f"{name}: expected True or False, got {_described(value)}")
+
+
 def host_int_or_none(value: Any, name: str) -> int | None:
     return None if value is None else host_int(value, name)
 
@@ -54,7 +67,7 @@ def host_float_or_none(value: Any, name: str) -> float | None:
     expected = "a number or a one-element array"
     scalar = _host_value(value, name, expected)
     try:
-        if isinstance(scalar, (bool, np.bool_, str, bytes)):
+        if isinstance(scalar, (bool, np.bool_, str, bytes, np.complexfloating)):
             raise TypeError
         return float(scalar)
     except (TypeError, ValueError):

@@ -6,7 +6,7 @@ from typing import Any
 
 from . import _C
 from ._frameworks import Framework, dtype_name, framework_of, refuse_pending
-from ._host_scalars import host_float_or_none, host_int, host_int_or_none
+from ._host_scalars import host_bool, host_float_or_none, host_int, host_int_or_none
 
 MASKS = (
     "null",
@@ -19,7 +19,7 @@ MASKS = (
 
 
 def check_mask_name(mask_str: str) -> None:
-    if mask_str not in MASKS:
+    if not isinstance(mask_str, str) or mask_str not in MASKS:
         raise ValueError(f"mask_str: expected one of {', '.join(map(repr, MASKS))}, got {mask_str!r}")
 
 
@@ -106,6 +106,7 @@ def ragged_flash_attention(
     handle = _stream_handle(framework, q, stream)
     if out is None:
         out = framework.empty(q, 3, None, "out")
+    return_lse, check_values = host_bool(return_lse, "return_lse"), host_bool(check_values, "check_values")
     if lse is None and return_lse:
         lse = framework.empty(q, 2, "float32", "lse")
     _C.ragged_flash_attention(
@@ -120,7 +121,7 @@ def ragged_flash_attention(
         host_float_or_none(scale, "scale"),
         host_int_or_none(q_max_seq_len, "q_max_seq_len"),
         handle,
-        bool(check_values),
+        check_values,
     )
     if stream is not None:
         _record_streams([out] if lse is None else [out, lse], handle)
@@ -221,6 +222,7 @@ def qsa_sparse_attention(
         given = dtype_name(out.dtype, "out") if hasattr(out, "dtype") else dtype
         if given != dtype:
             raise ValueError(f"out_dtype: expected out's dtype {given}, got {dtype}")
+    return_lse, check_values = host_bool(return_lse, "return_lse"), host_bool(check_values, "check_values")
     if lse is None and return_lse:
         lse = framework.empty(q, 2, "float32", "lse")
     _C.qsa_sparse_attention(
@@ -242,7 +244,7 @@ def qsa_sparse_attention(
         host_int_or_none(warps, "warps"),
         host_int_or_none(unroll, "unroll"),
         handle,
-        bool(check_values),
+        check_values,
     )
     if stream is not None:
         _record_streams([out] if lse is None else [out, lse], handle)

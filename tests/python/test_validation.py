@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import array
 import inspect
+import json
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -922,6 +926,86 @@ def test_an_lse_buffer_is_written_and_returned_without_return_lse(backend, rng, 
     out, returned = case.call(backend, lse=lse)
     assert returned is lse
     assert_all_same_bits(map(backend.numpy, (out, lse)), case.run(backend))
+
+
+class LyingDlpack:
+    """Says that it speaks DLPack."""
+
+    def __init__(self, capsule, device):
+        self.capsule, self.device = capsule, device
+
+    def __dlpack__(self, **_):
+        if isinstance(self.capsule, Exception):
+            raise self.capsule
+        return self.capsule
+
+    def __dlpack_device__(self):
+        if isinstance(self.device, Exception):
+            raise self.device
+        return self.device
+
+
+LIES = [
+    LyingDlpack(capsule, device)
+    for capsule, device in (
+        (None, (1, 0)),
+        (b"", (1, 0)),
+        (ValueError("no"), (1, 0)),
+        (None, None),
+        (None, (1,)),
+        (None, ("a", "b")),
+        (None, "cpu"),
+        (None, (2**40, 0)),
+        (None, RuntimeError("no")),
+    )
+]
+
+
+@each_op
+def test_an_object_that_lies_about_dlpack_is_refused_by_name(numpy_cpu, rng, op, refusals):
+    case = BASES[op](rng)
+    out = {"out": numpy_cpu.full(case.out_shape, "float32")}  # of what is known by DLPack alone, none can be made
+    scalars = [name for name, parameter in signature_of(op).parameters.items() if parameter.default is -1]
+    with refusals as check:
+        for name in (*TENSORS[op], "out", "lse", *scalars, "scale"):
+            for i, lie in enumerate(LIES):
+                check(
+                    f"{name} {i}",
+                    lambda n=name, o=lie: case.call(numpy_cpu, **{**out, n: o}),
+                    (TypeError, ValueError),
+                    [name],
+                )
+
+
+@each_op
+def test_switches_and_names_of_another_type_are_refused_by_name(numpy_cpu, rng, op, refusals):
+    """An array has no truth value and compares by element: neither may be what the message is about."""
+    case = BASES[op](rng)
+    with refusals as check:
+        for odd in (f32(2), f32(1), i32(0), "yes", 2, 1.0, [True], object()):
+            for name in ("return_lse", "check_values"):
+                check(f"{name} {odd!r}", lambda n=name, o=odd: case.call(numpy_cpu, **{n: o}), TypeError, [name])
+            if op == RAGGED:
+                check(f"mask_str {odd!r}", lambda o=odd: case.call(numpy_cpu, mask_str=o), ValueError, ["mask_str"])
+        for odd in (1j, np.complex64(1j), np.array([1j])):
+            check(f"scale {odd!r}", lambda o=odd: case.call(numpy_cpu, scale=o), TypeError, ["scale"])
+
+
+@pytest.mark.parametrize("page_stride", [2**60 // PAGES + 1, 2**62, 2**63 - 1])
+def test_a_page_stride_whose_offsets_overflow_is_refused(framework, rng, page_stride):
+    with pytest.raises(ValueError, match=rf"page_stride: .*{PAGES} pages, got {page_stride}"):
+        qsa(rng).call(framework, page_stride=page_stride)
+
+
+def test_random_calls(tmp_path):
+    """The fuzzer, in short; it is meant for sanitised builds and millions of calls."""
+    script = Path(__file__).parents[2] / "scripts" / "fuzz_calls"
+    out = tmp_path / "counts.json"
+    command = [sys.executable, str(script), "--calls", "20000", "--seed", "11", "--out", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    counts = json.loads(out.read_text())
+    assert min(counts[outcome] for outcome in ("returned", "ValueError", "TypeError")) > 1000
 
 
 def test_cuda_error_is_a_runtime_error():

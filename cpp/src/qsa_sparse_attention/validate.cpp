@@ -1,5 +1,7 @@
 #include "qsa_sparse_attention/validate.h"
 
+#include <algorithm>
+
 #include "common/checks.h"
 #include "ragged_attention/error.h"
 
@@ -25,6 +27,13 @@ void check_packed_pages(Named cache, std::int64_t page_stride) {
   if (page_stride < expected) {
     throw ValueError("page_stride: expected -1 (kv_blocks' own strides) or at least one packed page of " +
                      std::to_string(expected) + " elements, got " + std::to_string(page_stride));
+  }
+  // Offsets are 64-bit, in bytes too.
+  constexpr std::int64_t kMostElements = std::int64_t{1} << 60;
+  const std::int64_t most = kMostElements / std::max<std::int64_t>(cache->shape[kPage], 1);
+  if (page_stride > most) {
+    throw ValueError("page_stride: expected at most " + std::to_string(most) + " elements for " +
+                     std::to_string(cache->shape[kPage]) + " pages, got " + std::to_string(page_stride));
   }
 }
 
