@@ -19,7 +19,10 @@ def run_python(code: str) -> str:
 
 
 def test_import_touches_no_framework():
-    loaded = run_python("import sys, ragged_attention; print(*{name.split('.')[0] for name in sys.modules})").split()
+    loaded = run_python(
+        "import sys, ragged_attention, ragged_attention.integrations\n"
+        "print(*{name.split('.')[0] for name in sys.modules})"
+    ).split()
     assert "ragged_attention" in loaded
     assert not set(FRAMEWORKS) & set(loaded)
 
