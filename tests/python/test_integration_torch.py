@@ -1,10 +1,11 @@
-"""The operators of torch: results, fake tensors, compilation, export, mutation, gradients."""
+"""The operators of torch: results, fake tensors, compilation, export, mutation, gradients; and the drop-ins."""
 
 from __future__ import annotations
 
 import dataclasses
 import importlib
 import sys
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -542,3 +543,183 @@ def test_compiled_beside_what_is_trained(torch_device, rng):
         (grad,) = torch.autograd.grad(got.sum(), weight)
         assert_same_bits(torch_device.numpy(got), torch_device.numpy(expected))
         assert float(grad) == float(expected_grad)
+
+
+# --- Drop-ins.
+
+# (left, right), causal: the mask of this package, or None where the drop-ins refuse.
+WINDOWS = {
+    ((-1, -1), False): ("null", -1),
+    ((-1, 0), False): ("causal", -1),
+    ((-1, -1), True): ("causal", -1),
+    ((-1, 5), True): ("causal", -1),
+    ((0, 0), False): ("sliding_window_causal", 1),
+    ((8, 0), False): ("sliding_window_causal", 9),
+    ((8, -1), True): ("sliding_window_causal", 9),
+    ((8, 3), True): ("sliding_window_causal", 9),
+    ((500, 0), False): ("sliding_window_causal", 501),
+    ((8, -1), False): ("sliding_window_noncausal", 9),
+    ((8, 3), False): None,
+    ((8, 8), False): None,
+    ((-1, 3), False): None,
+}
+
+
+class AuxRequest(NamedTuple):
+    """As in torch.nn.attention.varlen, which an older torch lacks."""
+
+    lse: bool = False
+
+
+def varlen_arguments(torch_device, case):
+    tensors = case.tensors(torch_device)
+    offsets = tensors["input_row_offsets"]
+    return [tensors["q"], tensors["k"], tensors["v"], offsets, offsets, 40, 40]
+
+
+def varlen_attn(integration, arguments, *, causal, scale, window_size, want_lse):
+    if causal:
+        window_size = (window_size[0], 0)
+    aux = AuxRequest(lse=want_lse)
+    return integration.varlen_attn(
+        *arguments, scale=scale, window_size=window_size, enable_gqa=True, return_aux=aux, num_splits=1
+    )
+
+
+def flash_attn_varlen_func(integration, arguments, *, causal, scale, window_size, want_lse):
+    results = integration.flash_attn_varlen_func(
+        *arguments, softmax_scale=scale, causal=causal, window_size=window_size, return_attn_probs=want_lse
+    )
+    if want_lse:
+        out, lse, probabilities = results
+        assert probabilities.numel() == 0
+        return out, lse
+    return results
+
+
+each_drop_in = pytest.mark.parametrize("drop_in", [varlen_attn, flash_attn_varlen_func])
+
+
+@each_drop_in
+@pytest.mark.parametrize(("asked", "expected"), WINDOWS.items(), ids=str)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_drop_ins_match_the_reference(torch_device, rng, integration, drop_in, asked, expected, dtype):
+    window_size, causal = asked
+    mask_str, window = expected or ("null", -1)
+    case = make(rng, RAGGED, dtype, mask_str=mask_str, local_window_size=window, scale=0.3)
+    call = {"causal": causal, "scale": 0.3, "window_size": window_size}
+    arguments = varlen_arguments(torch_device, case)
+    if expected is None:
+        with pytest.raises(NotImplementedError, match="window_size"):
+            drop_in(integration, arguments, **call, want_lse=True)
+        return
+    out, lse = drop_in(integration, arguments, **call, want_lse=True)
+    assert lse.shape == (case.out_shape[1], case.out_shape[0])
+    results = torch_device.numpy(out), torch_device.numpy(lse.T)
+    case.check(*results)
+    assert_all_same_bits(results, case.run(torch_device))
+    alone = drop_in(integration, arguments, **call, want_lse=False)
+    assert_same_bits(torch_device.numpy(alone), results[0])
+
+
+def test_drop_ins_by_their_defaults(torch_device, rng, integration):
+    """Full attention at the default scale, and the output alone."""
+    case = ragged_case(rng, [40, 0, 7], mask_str="null", heads=(3, 3))
+    expected = case.run_and_check(torch_device)[0]
+    for function in (integration.varlen_attn, integration.flash_attn_varlen_func):
+        assert_same_bits(torch_device.numpy(function(*varlen_arguments(torch_device, case))), expected)
+
+
+def test_the_signatures_are_those_of_torch_and_flash_attn(integration):
+    import inspect
+
+    ours = inspect.signature(integration.varlen_attn).parameters
+    varlen = optional("torch.nn.attention.varlen")
+    if varlen is not None:  # what the installed torch has too, in its order
+        theirs = inspect.signature(varlen.varlen_attn).parameters
+        common = [name for name in theirs if name in ours]
+        assert common[:7] == list(ours)[:7]
+        for name in common:
+            assert (ours[name].default, ours[name].kind) == (theirs[name].default, theirs[name].kind), name
+        if "num_splits" in theirs:
+            assert set(ours) <= set(theirs)
+    flash = inspect.signature(integration.flash_attn_varlen_func).parameters
+    assert [(name, parameter.default) for name, parameter in flash.items()][7:] == [
+        ("dropout_p", 0.0),
+        ("softmax_scale", None),
+        ("causal", False),
+        ("window_size", (-1, -1)),
+        ("softcap", 0.0),
+        ("alibi_slopes", None),
+        ("deterministic", False),
+        ("return_attn_probs", False),
+        ("block_table", None),
+    ]
+
+
+def test_drop_ins_refuse_by_name(torch_device, rng, integration):
+    torch = torch_device.xp
+    case = ragged_case(rng, [5, 4], heads=(2, 2))
+    arguments = varlen_arguments(torch_device, case)
+    other = [*arguments[:4], arguments[4].clone(), *arguments[5:]]
+    missing = [*arguments[:4], None, *arguments[5:]]
+    some = torch.zeros(2, dtype=torch.int32, device=torch_device.device)
+    flash, varlen = integration.flash_attn_varlen_func, integration.varlen_attn
+    for function, name, given, keywords in (
+        (flash, "cu_seqlens_k", other, {}),
+        (flash, "dropout_p", arguments, {"dropout_p": 0.1}),
+        (flash, "softcap", arguments, {"softcap": 30.0}),
+        (flash, "alibi_slopes", arguments, {"alibi_slopes": some.float()}),
+        (flash, "block_table", arguments, {"block_table": some[None]}),
+        (flash, "window_size", arguments, {"window_size": (4, 4)}),
+        (varlen, "cu_seq_k", other, {}),
+        (varlen, "cu_seq_k", missing, {}),
+        (varlen, "seqused_k", arguments, {"seqused_k": some}),
+        (varlen, "block_table", arguments, {"block_table": some[None]}),
+        (varlen, "num_splits", arguments, {"num_splits": 4}),
+        (varlen, "window_size", arguments, {"window_size": (4, 4)}),
+    ):
+        with pytest.raises(NotImplementedError, match=rf"^{name}: "):
+            function(*given, **keywords)
+    for function in (flash, varlen):
+        with pytest.raises(ValueError, match="window_size"):
+            function(*arguments, window_size=(4,))
+        with pytest.raises(NotImplementedError, match="grad"):
+            function(arguments[0].clone().requires_grad_(), *arguments[1:])
+    with pytest.raises(ValueError, match="enable_gqa"):
+        varlen(arguments[0], *(tensor[:, :1] for tensor in arguments[1:3]), *arguments[3:])
+
+
+@each_drop_in
+def test_drop_ins_read_no_tensor_on_the_host(torch_device, rng, integration, drop_in):
+    """On meta tensors there is nothing to read; a maximum in a tensor is passed over."""
+    torch = torch_device.xp
+    case = make(rng, RAGGED)
+    arguments = [*(tensor.to("meta") for tensor in varlen_arguments(torch_device, case)[:4])]
+    longest = torch.zeros((), dtype=torch.int32, device="meta")
+    arguments += [arguments[3], longest, longest]
+    out, lse = drop_in(integration, arguments, causal=True, scale=None, window_size=(4, 0), want_lse=True)
+    assert out.shape == case.out_shape
+    assert lse.shape == case.out_shape[1::-1]
+
+
+@each_drop_in
+def test_compiled_drop_ins(torch_device, rng, integration, drop_in):
+    torch = torch_device.xp
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    def layer(q, k, v, offsets, longest):
+        arguments = (q * 0.5, k, v, offsets, offsets, longest, longest)
+        return drop_in(integration, arguments, causal=True, scale=0.2, window_size=(6, 0), want_lse=True)
+
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(layer, backend=counter, fullgraph=True, dynamic=True)
+    counts = []
+    for lengths in ([40, 7], [3, 5, 70], [2, 2, 2, 2, 20]):
+        case = ragged_case(rng, lengths, heads=(4, 2), after=2)
+        tensors = case.tensors(torch_device).values()
+        got, expected = compiled(*tensors, max(lengths)), layer(*tensors, max(lengths))
+        assert_all_same_bits(*([torch_device.numpy(tensor) for tensor in results] for results in (got, expected)))
+        counts.append(counter.frame_count)
+    # Not 1: to find that the default of dropout_p is a constant, torch starts over and counts an empty graph.
+    assert counts == counts[:1] * 3

@@ -1,4 +1,4 @@
-"""Both operations as torch operators.
+"""Both operations as torch operators, and drop-ins for torch's and flash-attn's variable-length attention.
 
 Importing this module registers ``torch.ops.ragged_attention.*`` for CPU and CUDA tensors, with shape functions for meta
 and fake tensors, so that ``torch.compile`` and ``torch.export`` see one opaque operator instead of a graph break. Each
@@ -25,6 +25,10 @@ reading on at the stride would leave it.
 
 There is no backward: a tensor that requires grad is a ``NotImplementedError`` while grad mode is on, in eager calls and
 when a graph is traced.
+
+:func:`varlen_attn` and :func:`flash_attn_varlen_func` stand in for the functions of these names in
+``torch.nn.attention.varlen`` and ``flash_attn``, on top of the operators. What they are asked for and this package does
+not do is a ``NotImplementedError`` that names the argument. No offset is read, so nothing is waited for.
 """
 
 from __future__ import annotations
@@ -38,6 +42,8 @@ import ragged_attention
 
 from .._frameworks import dtype_name, refuse_pending
 from .._operations import check_mask_name
+
+__all__ = ["flash_attn_varlen_func", "varlen_attn"]
 
 _NAMESPACE = "ragged_attention"
 
@@ -172,3 +178,163 @@ def _register() -> Any:
 
 
 _library = _register() or globals().get("_library")  # a reload keeps the one there is
+
+
+def varlen_attn(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seq_q: torch.Tensor,
+    cu_seq_k: torch.Tensor | None,
+    max_q: int,
+    max_k: int,
+    *,
+    return_aux: Any = None,
+    scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    enable_gqa: bool = False,
+    seqused_k: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    num_splits: int | None = None,
+) -> Any:
+    """``torch.nn.attention.varlen.varlen_attn``, with the signature of torch 2.13, for self-attention without a cache.
+
+    Args:
+        query: ``[total, num_q_heads, head_dim]``; float32, float16 or bfloat16, on the CPU or a GPU.
+        key: ``[total, num_kv_heads, head_dim]``.
+        value: like key.
+        cu_seq_q: ``[batch + 1]``: where each sequence begins, and where the last one ends.
+        cu_seq_k: the very tensor that cu_seq_q is: queries and keys are the rows of the same sequences.
+        max_q: the longest sequence; a hint. A tensor is not read.
+        max_k: not used.
+        return_aux: ``torch.nn.attention.varlen.AuxRequest``; with ``lse=True`` the LSE is returned too.
+        scale: factor on the scores; ``head_dim ** -0.5`` by default.
+        window_size: ``(left, right)``; a negative side is unbounded. ``(-1, -1)`` is full attention, ``(-1, 0)``
+            causal, ``(W, 0)`` the query and the W keys before it, ``(W, -1)`` these and all later keys. A bounded right
+            side other than 0 is refused.
+        enable_gqa: whether there may be fewer key than query heads.
+        seqused_k: refused.
+        block_table: refused.
+        num_splits: None or 1, which are the same here: a sequence's bits never depend on the rest of the batch.
+
+    Returns:
+        ``out``, or ``(out, lse)``, lse float32 of shape ``[num_q_heads, total]``, as torch's own kernels give it: here
+        a transposed view of ``[total, num_q_heads]``.
+
+    Raises:
+        NotImplementedError: an argument that asks for something else, by name; a tensor that requires grad.
+        ValueError: what torch refuses too, or what :func:`ragged_attention.ragged_flash_attention` does.
+    """
+    _refuse("seqused_k", seqused_k is not None, "only a part of each key sequence")
+    _refuse("block_table", block_table is not None, "a paged cache (ragged_attention.qsa_sparse_attention reads one)")
+    _refuse("num_splits", num_splits not in (None, 1), "another number of splits than 1")
+    _refuse(
+        "cu_seq_k", cu_seq_k is not cu_seq_q, "another tensor than cu_seq_q: keys of other lengths than the queries'"
+    )
+    if not enable_gqa and query.shape[1] != key.shape[1]:
+        raise ValueError(
+            f"enable_gqa: expected True for {query.shape[1]} query heads and {key.shape[1]} key heads, got False"
+        )
+    want_lse = return_aux is not None and bool(return_aux.lse)
+    out, lse = _self_attention(query, key, value, cu_seq_q, max_q, scale, window_size, want_lse)
+    return (out, lse) if want_lse else out
+
+
+def flash_attn_varlen_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: torch.Tensor | None = None,
+) -> Any:
+    """``flash_attn.flash_attn_varlen_func`` of flash-attn 2, for inference and self-attention without a cache.
+
+    Args:
+        q: ``[total, num_q_heads, head_dim]``; float32, float16 or bfloat16, on the CPU or a GPU.
+        k: ``[total, num_kv_heads, head_dim]``; num_kv_heads divides num_q_heads.
+        v: like k.
+        cu_seqlens_q: ``[batch + 1]``: where each sequence begins, and where the last one ends.
+        cu_seqlens_k: the very tensor that cu_seqlens_q is: queries and keys are the rows of the same sequences.
+        max_seqlen_q: the longest sequence; a hint. A tensor is not read.
+        max_seqlen_k: not used.
+        dropout_p: 0.
+        softmax_scale: factor on the scores; ``head_dim ** -0.5`` by default.
+        causal: no key after the query, whatever the right side of window_size says.
+        window_size: ``(left, right)``; a negative side is unbounded. With causal or a right side of 0, left ``W`` is
+            the query and the W keys before it (``local_window_size=W + 1``); with ``(W, -1)`` all later keys too. A
+            bounded right side other than 0 is refused, unless causal makes it 0.
+        softcap: 0.
+        alibi_slopes: refused.
+        deterministic: either; the same inputs give the same bits here.
+        return_attn_probs: also return the LSE and an empty tensor, as flash-attn does without dropout.
+        block_table: refused.
+
+    Returns:
+        ``out``, or ``(out, lse, empty)``, lse float32 of shape ``[num_q_heads, total]``: here a transposed view of
+        ``[total, num_q_heads]``.
+
+    Raises:
+        NotImplementedError: an argument that asks for something else, by name; a tensor that requires grad.
+        ValueError: what :func:`ragged_attention.ragged_flash_attention` refuses.
+    """
+    _refuse("dropout_p", dropout_p != 0, "dropout")
+    _refuse("softcap", softcap != 0, "capped scores")
+    _refuse("alibi_slopes", alibi_slopes is not None, "a bias on the scores")
+    _refuse("block_table", block_table is not None, "a paged cache (ragged_attention.qsa_sparse_attention reads one)")
+    _refuse(
+        "cu_seqlens_k",
+        cu_seqlens_k is not cu_seqlens_q,
+        "another tensor than cu_seqlens_q: keys of other lengths than the queries'",
+    )
+    left, right = _sides(window_size)
+    window_size = (left, 0 if causal else right)
+    out, lse = _self_attention(q, k, v, cu_seqlens_q, max_seqlen_q, softmax_scale, window_size, return_attn_probs)
+    return (out, lse, q.new_empty(0)) if return_attn_probs else out
+
+
+def _refuse(argument: str, asked: bool, what: str) -> None:
+    if asked:
+        raise NotImplementedError(f"{argument}: not supported by ragged_attention: {what}")
+
+
+def _sides(window_size: tuple[int, int]) -> tuple[int, int]:
+    if len(window_size) != 2:
+        raise ValueError(f"window_size: expected (left, right), got {window_size!r}")
+    return window_size[0], window_size[1]
+
+
+def _self_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    offsets: torch.Tensor,
+    longest: Any,
+    scale: float | None,
+    window_size: tuple[int, int],
+    want_lse: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Output and, if wanted, the LSE with the heads first."""
+    left, right = _sides(window_size)
+    _refuse("window_size", right > 0, f"a bounded number of keys after the query, {tuple(window_size)}")
+    if left < 0:
+        mask, window = ("null" if right < 0 else "causal"), -1
+    else:  # local_window_size counts the query's own key
+        mask, window = ("sliding_window_noncausal" if right < 0 else "sliding_window_causal"), left + 1
+    if isinstance(longest, torch.Tensor):
+        longest = None  # only a hint: not worth waiting for a device
+    operators = torch.ops.ragged_attention
+    if not want_lse:
+        return operators.ragged_flash_attention(q, k, v, offsets, longest, mask, window, scale), None
+    out, lse = operators.ragged_flash_attention_lse(q, k, v, offsets, longest, mask, window, scale)
+    return out, lse.transpose(0, 1)
