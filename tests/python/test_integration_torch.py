@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import re
 import sys
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -353,7 +355,7 @@ def test_inductor(torch_device, rng):
         try:
             got = compiled(**arguments)
         except Exception as error:
-            if "InvalidCxxCompiler" in repr(error) or "TritonMissing" in repr(error):
+            if any(reason in repr(error) for reason in ("InvalidCxxCompiler", "find C compiler", "TritonMissing")):
                 pytest.skip(f"inductor finds no compiler: {error}")
             raise
         expected = module(**arguments)
@@ -723,3 +725,16 @@ def test_compiled_drop_ins(torch_device, rng, integration, drop_in):
         counts.append(counter.frame_count)
     # Not 1: to find that the default of dropout_p is a constant, torch starts over and counts an empty graph.
     assert counts == counts[:1] * 3
+
+
+def test_the_examples_of_the_page(torch_device, rng):
+    """docs/torch.md: the operator under torch.compile, and the drop-ins."""
+    page = (Path(__file__).parents[2] / "docs" / "torch.md").read_text(encoding="utf-8")
+    operators, _, drop_ins = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    if torch_device.on_cpu:
+        exec(operators, {})
+    case = ragged_case(rng, [5, 7], heads=(4, 2))
+    names = {**case.tensors(torch_device), "torch": torch_device.xp, "longest": 7}
+    names["offsets"] = names["input_row_offsets"]
+    exec(drop_ins, names)
+    assert_same_bits(torch_device.numpy(names["out"]), case.run_and_check(torch_device)[0])
