@@ -1,7 +1,7 @@
 # Target ragged_attention_cuda. One file an instantiation, so that they compile side by side; the tables that say which
 # exist and why stand in each operation's cuda/config.h.
 set(RAGGED_ATTENTION_HEAD_DIMS "" CACHE STRING
-    "Head dims (buckets of cuda/config.h, such as 128) whose kernels are compiled, for the edit loop; empty: all")
+    "Head dims (buckets of cuda/config.h, such as 128) whose portable kernels are compiled, for the edit loop; empty: all")
 
 set(ragged_tensor_core_head_dims 64 96 128 192 256)
 set(ragged_fp32_head_dims 64 128 256)
@@ -35,7 +35,7 @@ foreach(dtype bf16 fp16)
   endforeach()
 endforeach()
 if(RAGGED_ATTENTION_MISSING)
-  message(WARNING "ragged_attention: only the kernels of head dims ${RAGGED_ATTENTION_HEAD_DIMS} are built "
+  message(WARNING "ragged_attention: only the portable kernels of head dims ${RAGGED_ATTENTION_HEAD_DIMS} are built "
                   "(RAGGED_ATTENTION_HEAD_DIMS); calls that need others are refused")
   configure_file(src/common/cuda/missing.cpp.in ${CMAKE_CURRENT_BINARY_DIR}/missing.cpp @ONLY)
   list(APPEND instantiations ${CMAKE_CURRENT_BINARY_DIR}/missing.cpp)
@@ -70,7 +70,7 @@ set_target_properties(ragged_attention_cuda PROPERTIES
   CUDA_RUNTIME_LIBRARY Static)
 target_compile_options(ragged_attention_cuda PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:--expt-relaxed-constexpr>)
 
-# Hopper's own kernels, for sm_90a alone.
+# Hopper's own kernels, for sm_90a alone; they compile in seconds, and all are built (ragged_flash_attention/sm90/config.h).
 if("90a-real" IN_LIST RAGGED_ATTENTION_CUDA_ARCHITECTURES)
   set(sm90_instantiations "")
   foreach(dtype bf16 fp16)

@@ -1,4 +1,6 @@
 // Host side of the Hopper kernels: whether they take a call, and which instantiations.
+#include <string>
+
 #include "common/cuda/runtime.h"
 #include "common/cuda/sm90/tensor_map.h"
 #include "common/cuda_host.h"
@@ -68,8 +70,10 @@ void dispatch_head_dim(const RaggedParams& params, int device, void* stream) {
       return launch_both<Element, 128>(params, device, stream);
     case 192:
       return launch_both<Element, 192>(params, device, stream);
-    default:
+    case 256:
       return launch_both<Element, 256>(params, device, stream);
+    default:
+      throw NotImplementedError("head_dim: no Hopper kernel for " + std::to_string(params.head_dim));
   }
 }
 

@@ -1,9 +1,10 @@
 // Ragged flash attention for bfloat16 and float16 on Hopper.
 //
-// Schedule of one CTA, resident until the work is done: one producer warp, and TileShape::consumers warpgroups that own
-// 64 query rows each of a tile.
-//   Producer: finds 32 tiles at a time, one a lane, from the offsets on the device; for each tile loads Q, then K and V
-//     tile by tile through two rings of TMA stages. It runs ahead of the consumers, into the next tile as well.
+// Schedule of one CTA, resident until the work is done: two producer warps, and TileShape::consumers warpgroups that
+// own 64 query rows each of a tile.
+//   Scheduler: draws work, finds its tile from the offsets on the device, hands it on, and loads Q, as far ahead as
+//   there
+//     are stages for it. Loader: K and V, tile by tile, through two rings of TMA stages.
 //   Consumers, for key tile t + 1: issue S = Q K[t + 1]^T, then O += P V[t]; while O is in flight, softmax of S; then P
 //     takes S's place. The exponentials of a tile so run under the products of the one before.
 //     With `turns`, a warpgroup waits for its turn to issue, so that one's softmax runs under the other's products.
@@ -205,8 +206,8 @@ struct Loader {
     }
   }
 
-  template <typename Ring, typename Buffer>
-  __device__ __forceinline__ void load(const CUtensorMap& map, Ring& to, Buffer& buffer, std::uint64_t* full,
+  template <typename Stages, typename Buffer>
+  __device__ __forceinline__ void load(const CUtensorMap& map, Stages& to, Buffer& buffer, std::uint64_t* full,
                                        std::uint64_t* empty, int kv_head, int begin, int length, int key) {
     Barrier::wait(&empty[to.index()], to.empty_parity());
     Barrier::arrive_and_expect_tx(&full[to.index()], sizeof(buffer[0]));
@@ -436,7 +437,8 @@ struct Consumer {
   __device__ __forceinline__ void store(const Tile& tile, const OnlineSoftmax& softmax, bool empty) {
     const float inverse[2] = {softmax.inverse(0), softmax.inverse(1)};
     scale_rows(output, inverse);
-    const std::uint32_t keep = empty ? 0 : 0xffffffff;  // where there were no keys, `output` is what the last tile left
+    const std::uint32_t written =
+        empty ? 0 : 0xffffffff;  // where there were no keys, `output` is what the last tile left
     if (params.lse != nullptr && lane() % 4 == 0) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
@@ -457,10 +459,10 @@ struct Consumer {
     for (int chunk = 0; chunk < kHeadDim / 8; chunk += 2) {
       const std::uint32_t address =
           rows + chunk / 8 * sizeof(shared.q[0][0]) + (((chunk % 8 + chunk_of_lane) ^ (in_warp % 8)) * 16);
-      const std::uint32_t a = pack<Element>(output[4 * chunk], output[4 * chunk + 1]) & keep;
-      const std::uint32_t b = pack<Element>(output[4 * chunk + 2], output[4 * chunk + 3]) & keep;
-      const std::uint32_t c = pack<Element>(output[4 * chunk + 4], output[4 * chunk + 5]) & keep;
-      const std::uint32_t d = pack<Element>(output[4 * chunk + 6], output[4 * chunk + 7]) & keep;
+      const std::uint32_t a = pack<Element>(output[4 * chunk], output[4 * chunk + 1]) & written;
+      const std::uint32_t b = pack<Element>(output[4 * chunk + 2], output[4 * chunk + 3]) & written;
+      const std::uint32_t c = pack<Element>(output[4 * chunk + 4], output[4 * chunk + 5]) & written;
+      const std::uint32_t d = pack<Element>(output[4 * chunk + 6], output[4 * chunk + 7]) & written;
       asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b),
                    "r"(c), "r"(d)
                    : "memory");
@@ -495,8 +497,9 @@ enum Work : int { kTiles = 1, kTinySequences = 2, kAllWork = 3 };
 template <typename Traits>
 __device__ __forceinline__ int find_work(const typename Traits::Schedule& schedule) {
   const RaggedRows& rows = schedule.rows;
+  constexpr int all = Traits::kLong ? kTiles : kAllWork;
   int found = 0;
-  for (std::int64_t segment = threadIdx.x; segment < rows.num_segments() && found != kAllWork; segment += blockDim.x) {
+  for (std::int64_t segment = threadIdx.x; segment < rows.num_segments() && found != all; segment += blockDim.x) {
     const std::int64_t length = rows.rows(segment).size();
     if (schedule.takes(length, rows.owned(segment))) found |= kTiles;
     if (!Traits::kLong && is_tiny(length, rows.owned(segment))) found |= kTinySequences;
@@ -562,6 +565,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kShape.ctas)
       if constexpr (Traits::kMovesRegisters) cutlass::arch::warpgroup_reg_alloc<Traits::kConsumerRegisters>();
       if (tiles) Consumer<Traits>(params, shared).run();
       if constexpr (!Traits::kLong && Traits::kMovesRegisters) {
+        __syncwarp();  // one thread may come later, from its last store
         if (tiny) attend_tiny_sequences<Traits>(params);
       }
     }

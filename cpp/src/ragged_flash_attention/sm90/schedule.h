@@ -118,7 +118,7 @@ RAGGED_ATTENTION_HOST_DEVICE std::int32_t heads_in_band(const RaggedRows& rows, 
   constexpr std::int64_t kBytes = 30 << 20;
   // Lengths are on the device; a guess is enough for an order.
   std::int64_t live = rows.batch > 1 ? 2 * (rows.total / rows.batch) : rows.total;
-  if (mask.window > 0 && mask.is_causal() && 2 * mask.window < live) live = 2 * mask.window;
+  if (mask.window > 0 && mask.is_causal() && mask.window < live / 2) live = 2 * mask.window;
   const std::int64_t per_head = (live > 0 ? live : 1) * head_dim * 4;
   std::int64_t kv_heads = kBytes / per_head;
   kv_heads = kv_heads < 1 ? 1 : (kv_heads > num_kv_heads ? num_kv_heads : kv_heads);

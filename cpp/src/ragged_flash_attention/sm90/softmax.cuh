@@ -76,8 +76,10 @@ struct OnlineSoftmax {
       row = fmaxf(row, __shfl_xor_sync(0xffffffff, row, 1));
       row = fmaxf(row, __shfl_xor_sync(0xffffffff, row, 2));
       // A row that has seen nothing yet: -inf - -inf would be NaN.
-      offset[r] = row == -INFINITY ? 0.0f : row * scale_log2;
-      factor[r] = exp2_approx(maximum[r] * scale_log2 - offset[r]);
+      offset[r] = row == -INFINITY ? 0.0f : __fmul_rn(row, scale_log2);
+      // Rounded as the offset was, not fused: an unchanged maximum then gives a factor of exactly 1, where the rest of
+      // a fused multiplication would multiply up over the tiles of a long sequence.
+      factor[r] = exp2_approx(__fsub_rn(__fmul_rn(maximum[r], scale_log2), offset[r]));
       maximum[r] = row;
     }
 #pragma unroll
@@ -113,7 +115,7 @@ struct OnlineSoftmax {
   // Natural log of the sum of exp of the scaled scores; -inf for a row that saw nothing.
   __device__ __forceinline__ float lse(int r) const {
     constexpr float kLn2 = 0.6931471805599453f;
-    return sum[r] == 0.0f ? -INFINITY : (maximum[r] * scale_log2 + __log2f(sum[r])) * kLn2;
+    return sum[r] == 0.0f ? -INFINITY : (__fmul_rn(maximum[r], scale_log2) + __log2f(sum[r])) * kLn2;
   }
 };
 

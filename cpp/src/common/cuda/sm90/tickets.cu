@@ -9,7 +9,8 @@ namespace ragged_attention::sm90 {
 
 namespace {
 
-// A stream holds about a thousand launches that have not started: this is a hundred streams full of them.
+// A stream holds about a thousand launches that have not started: this is a hundred streams full of them. (What must
+// not be is that as many launches are issued to a device while one on it is running.)
 constexpr unsigned kCounters = 1 << 17;
 // In the module, not allocated: an allocation would be refused while any stream is captured.
 __device__ TicketCounter counters[kCounters];
@@ -29,8 +30,9 @@ TicketCounter* next_ticket_counter(int device, void* stream) {
     base = static_cast<TicketCounter*>(address);
     if (device < kDevices) first[device].store(base, std::memory_order_relaxed);
   }
-  static std::atomic<unsigned> next{0};
-  return base + next.fetch_add(1, std::memory_order_relaxed) % kCounters;
+  // Each device counts for itself: the calls of a fast one would come round while a slow one is at work.
+  static std::atomic<unsigned> next[kDevices] = {};
+  return base + next[device % kDevices].fetch_add(1, std::memory_order_relaxed) % kCounters;
 }
 
 }  // namespace ragged_attention::sm90
