@@ -14,6 +14,7 @@
 
 #include "common/cpu_features.h"
 #include "common/thread_pool.h"
+#include "masks.h"
 #include "qsa_sparse_attention/params.h"
 #include "ragged_flash_attention/params.h"
 
@@ -195,25 +196,6 @@ void for_each_isa(const std::function<void()>& test) {
 
 // --- ragged_flash_attention
 // -------------------------------------------------------------------------------------------
-
-bool sees(const Mask& mask, std::int64_t i, std::int64_t j) {
-  const std::int64_t w = mask.window;
-  switch (mask.kind) {
-    case MaskKind::kNull:
-      return true;
-    case MaskKind::kCausal:
-      return j <= i;
-    case MaskKind::kSlidingWindowCausal:
-      return i - w + 1 <= j && j <= i;
-    case MaskKind::kSlidingWindowNoncausal:
-      return j >= i - w + 1;
-    case MaskKind::kChunked:
-      return i / w == j / w;
-    case MaskKind::kChunkedCausal:
-      return j <= i && i / w == j / w;
-  }
-  return false;
-}
 
 struct RaggedCase {
   DType dtype = kFloat32;

@@ -5,39 +5,15 @@
 #include <initializer_list>
 #include <limits>
 
-#include "common/mask.h"
+#include "masks.h"
 
 namespace ragged_attention {
 namespace {
 
-constexpr MaskKind kKinds[] = {
-    MaskKind::kNull,    MaskKind::kCausal,       MaskKind::kSlidingWindowCausal, MaskKind::kSlidingWindowNoncausal,
-    MaskKind::kChunked, MaskKind::kChunkedCausal};
-
-bool has_window(MaskKind kind) { return kind != MaskKind::kNull && kind != MaskKind::kCausal; }
-
-bool sees(MaskKind kind, std::int64_t w, std::int64_t i, std::int64_t j) {
-  switch (kind) {
-    case MaskKind::kNull:
-      return true;
-    case MaskKind::kCausal:
-      return j <= i;
-    case MaskKind::kSlidingWindowCausal:
-      return i - w + 1 <= j && j <= i;
-    case MaskKind::kSlidingWindowNoncausal:
-      return j >= i - w + 1;
-    case MaskKind::kChunked:
-      return i / w == j / w;
-    case MaskKind::kChunkedCausal:
-      return j <= i && i / w == j / w;
-  }
-  return false;
-}
-
 template <typename Int>
 void check_all(Int max_length) {
   std::int64_t mismatches = 0, not_monotone = 0, out_of_range = 0;
-  for (const MaskKind kind : kKinds) {
+  for (const MaskKind kind : kMaskKinds) {
     for (Int n = 1; n <= max_length; ++n) {
       for (std::int64_t w = has_window(kind) ? 1 : -1; w <= (has_window(kind) ? std::int64_t{n} + 2 : -1); ++w) {
         const Mask mask{kind, w};
@@ -47,7 +23,7 @@ void check_all(Int max_length) {
           out_of_range += lo < 0 || hi > n || lo > i || hi <= i;
           not_monotone += lo < previous_lo || hi < previous_hi;
           previous_lo = lo, previous_hi = hi;
-          for (Int j = 0; j < n; ++j) mismatches += (lo <= j && j < hi) != sees(kind, w, i, j);
+          for (Int j = 0; j < n; ++j) mismatches += (lo <= j && j < hi) != sees(mask, i, j);
         }
       }
     }
@@ -66,7 +42,7 @@ TEST_CASE("huge windows and lengths do not overflow") {
   const std::int64_t largest = std::numeric_limits<std::int64_t>::max();
   const std::int32_t n = std::numeric_limits<std::int32_t>::max();
   for (const std::int64_t w : {largest, largest - 1, std::int64_t{n}, std::int64_t{n} + 1}) {
-    for (const MaskKind kind : kKinds) {
+    for (const MaskKind kind : kMaskKinds) {
       if (!has_window(kind)) continue;
       const Mask mask{kind, w};
       CAPTURE(static_cast<int>(kind));
@@ -82,7 +58,7 @@ TEST_CASE("huge windows and lengths do not overflow") {
 }
 
 TEST_CASE("is_causal says whether a row sees a later key") {
-  for (const MaskKind kind : kKinds) {
+  for (const MaskKind kind : kMaskKinds) {
     const Mask mask{kind, has_window(kind) ? 3 : -1};
     bool later = false;
     for (int i = 0; i < 9; ++i) later = later || mask.hi(i, 9) > i + 1;

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "common/cuda/sm90/ragged_coordinates.h"
+#include "masks.h"
 #include "ragged_flash_attention/sm90/schedule.h"
 
 namespace ragged_attention::sm90 {
@@ -418,31 +419,6 @@ TEST_CASE("without tickets the CTAs take every unit once between them") {
 
 // --- Keys
 
-constexpr MaskKind kKinds[] = {
-    MaskKind::kNull,    MaskKind::kCausal,       MaskKind::kSlidingWindowCausal, MaskKind::kSlidingWindowNoncausal,
-    MaskKind::kChunked, MaskKind::kChunkedCausal};
-
-bool has_window(MaskKind kind) { return kind != MaskKind::kNull && kind != MaskKind::kCausal; }
-
-bool sees(const Mask& mask, std::int64_t i, std::int64_t j) {
-  const std::int64_t w = mask.window;
-  switch (mask.kind) {
-    case MaskKind::kNull:
-      return true;
-    case MaskKind::kCausal:
-      return j <= i;
-    case MaskKind::kSlidingWindowCausal:
-      return i - w + 1 <= j && j <= i;
-    case MaskKind::kSlidingWindowNoncausal:
-      return j >= i - w + 1;
-    case MaskKind::kChunked:
-      return i / w == j / w;
-    case MaskKind::kChunkedCausal:
-      return j <= i && i / w == j / w;
-  }
-  return false;
-}
-
 // A tile of `warpgroups` times kRows rows against keys in tiles of kBlockN: the number of broken promises.
 template <int kBlockN>
 int broken_keys(const Mask& mask, std::int32_t length, std::int32_t row, std::int32_t rows, int warpgroups) {
@@ -485,7 +461,7 @@ int broken_keys(const Mask& mask, std::int32_t length, std::int32_t row, std::in
 }
 
 TEST_CASE("key tiles hold every key that a row sees, and full ones only such") {
-  for (const MaskKind kind : kKinds) {
+  for (const MaskKind kind : kMaskKinds) {
     for (std::int64_t window = has_window(kind) ? 1 : -1; window <= (has_window(kind) ? 22 : -1); ++window) {
       const Mask mask{kind, window};
       int bad = 0;
@@ -510,7 +486,7 @@ TEST_CASE("key tiles hold every key that a row sees, and full ones only such") {
 
 TEST_CASE("key tiles of the kernels' own sizes, around their borders") {
   int bad = 0;
-  for (const MaskKind kind : kKinds) {
+  for (const MaskKind kind : kMaskKinds) {
     for (const std::int64_t window : {std::int64_t{1}, std::int64_t{63}, std::int64_t{64}, std::int64_t{100},
                                       std::int64_t{200}, std::numeric_limits<std::int64_t>::max()}) {
       if (!has_window(kind) && window != 1) continue;

@@ -4,15 +4,10 @@
 #include <string>
 
 #include "common/cuda/alignment.h"
+#include "common/cuda/cutlass_elements.h"
 #include "common/cuda/runtime.h"
 #include "common/cuda_host.h"
 #include "qsa_sparse_attention/cuda/launch.h"
-
-// CUTLASS's element types by name alone: their headers are for the kernels.
-namespace cutlass {
-struct bfloat16_t;
-struct half_t;
-}  // namespace cutlass
 
 namespace ragged_attention {
 

@@ -2,15 +2,10 @@
 #include <string>
 
 #include "common/cuda/alignment.h"
+#include "common/cuda/cutlass_elements.h"
 #include "common/cuda/runtime.h"
 #include "common/cuda_host.h"
 #include "ragged_flash_attention/cuda/launch.h"
-
-// CUTLASS's element types by name alone: their headers are for the kernels.
-namespace cutlass {
-struct bfloat16_t;
-struct half_t;
-}  // namespace cutlass
 
 namespace ragged_attention {
 

@@ -1,16 +1,11 @@
 // Host side of the Hopper kernels: whether they take a call, and which instantiations.
 #include <string>
 
+#include "common/cuda/cutlass_elements.h"
 #include "common/cuda/runtime.h"
 #include "common/cuda/sm90/tensor_map.h"
 #include "common/cuda_host.h"
 #include "ragged_flash_attention/sm90/launch.h"
-
-// CUTLASS's element types by name alone: their headers are for the kernels.
-namespace cutlass {
-struct bfloat16_t;
-struct half_t;
-}  // namespace cutlass
 
 namespace ragged_attention {
 
