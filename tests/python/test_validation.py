@@ -965,7 +965,7 @@ LIES = [
 def test_an_object_that_lies_about_dlpack_is_refused_by_name(numpy_cpu, rng, op, refusals):
     case = BASES[op](rng)
     out = {"out": numpy_cpu.full(case.out_shape, "float32")}  # of what is known by DLPack alone, none can be made
-    scalars = [name for name, parameter in signature_of(op).parameters.items() if parameter.default is -1]
+    scalars = [name for name, parameter in signature_of(op).parameters.items() if parameter.default == -1]
     with refusals as check:
         for name in (*TENSORS[op], "out", "lse", *scalars, "scale"):
             for i, lie in enumerate(LIES):
