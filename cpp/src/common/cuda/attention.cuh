@@ -9,10 +9,9 @@
 #include <cute/tensor.hpp>
 #include <type_traits>
 
-namespace ragged_attention {
+#include "common/cuda/softmax_math.cuh"
 
-constexpr float kLog2E = 1.4426950408889634f;
-constexpr float kLn2 = 0.6931471805599453f;
+namespace ragged_attention {
 
 // Elements of one 16-byte chunk, the unit of every copy. Head dims are multiples of 8.
 constexpr int kChunk = 8;
@@ -132,23 +131,6 @@ __device__ __forceinline__ void gemm_registers(Accumulator& accumulator, const F
   }
 }
 
-__device__ __forceinline__ float quad_max(float x) {
-  x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
-  return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
-}
-
-__device__ __forceinline__ float quad_sum(float x) {
-  x += __shfl_xor_sync(0xffffffffu, x, 1);
-  return x + __shfl_xor_sync(0xffffffffu, x, 2);
-}
-
-// 2^x in one instruction: 2 ulp, 0 at -inf, NaN and +inf through; results under 2^-126 are 0.
-__device__ __forceinline__ float exp2_approximate(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
 // Running maximum and sum of kRows rows a thread; the four threads of a quad share a row. Scores are in units of log2.
 // Masked scores are -inf; a row that has seen nothing yet has the maximum -inf, for which 0 stands in so that -inf -
 // -inf never happens. NaN and +inf scores flow through as NaN.
@@ -198,9 +180,5 @@ struct OnlineSoftmax {
 
 // 0 where a row saw nothing: its output is 0, not 0 / 0.
 __device__ __forceinline__ float inverse_of_sum(float sum) { return sum == 0.0f ? 0.0f : 1.0f / sum; }
-
-__device__ __forceinline__ float natural_lse(float maximum, float sum) {
-  return sum == 0.0f ? -INFINITY : (maximum + log2f(sum)) * kLn2;
-}
 
 }  // namespace ragged_attention

@@ -2,15 +2,15 @@
 //
 // Schedule of one CTA, resident until the work is done: two producer warps, and TileShape::consumers warpgroups that
 // own 64 query rows each of a tile.
-//   Scheduler: draws work, finds its tile from the offsets on the device, hands it on, and loads Q, as far ahead as
-//   there
-//     are stages for it. Loader: K and V, tile by tile, through two rings of TMA stages.
+//   Scheduler: draws work, finds its tile from the offsets on the device, hands it on and loads Q, ahead by as many
+//     tiles as Q has stages.
+//   Loader: K and V, tile by tile, through two rings of TMA stages.
 //   Consumers, for key tile t + 1: issue S = Q K[t + 1]^T, then O += P V[t]; while O is in flight, softmax of S; then P
 //     takes S's place. The exponentials of a tile so run under the products of the one before.
 //     With `turns`, a warpgroup waits for its turn to issue, so that one's softmax runs under the other's products.
 //   Epilogue: O / sum into Q's place in shared memory, from there by TMA, clipped at the sequence's end; LSE beside it.
-// Rows past the sequence's end arrive as zeros (tensor_map.h), so nothing of another sequence is ever multiplied.
-// Key tiles start at the first key that the tile's first row sees: bits depend on the sequence alone.
+// Rows past the sequence's end arrive as zeros (ragged_coordinates.h), so nothing of another sequence is ever
+// multiplied. Key tiles start at the first key that the tile's first row sees: bits depend on the sequence alone.
 #pragma once
 
 #include <type_traits>
@@ -437,8 +437,8 @@ struct Consumer {
   __device__ __forceinline__ void store(const Tile& tile, const OnlineSoftmax& softmax, bool empty) {
     const float inverse[2] = {softmax.inverse(0), softmax.inverse(1)};
     scale_rows(output, inverse);
-    const std::uint32_t written =
-        empty ? 0 : 0xffffffff;  // where there were no keys, `output` is what the last tile left
+    // Where there were no keys, `output` is what the last tile left.
+    const std::uint32_t written = empty ? 0 : 0xffffffff;
     if (params.lse != nullptr && lane() % 4 == 0) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
@@ -608,7 +608,7 @@ void launch_ragged(const RaggedParams& params, std::int32_t longest, bool beside
   kernel_params.lse_head_stride = params.lse_head_stride;
   kernel_params.rows = params.rows;
   kernel_params.mask = params.mask;
-  kernel_params.scale_log2 = params.scale * 1.4426950408889634f;
+  kernel_params.scale_log2 = params.scale * kLog2E;
   kernel_params.num_heads = params.num_q_heads;
   kernel_params.group = params.group();
   kernel_params.head_dim = params.head_dim;

@@ -7,13 +7,9 @@
 #include <cstdint>
 #include <type_traits>
 
-namespace ragged_attention::sm90 {
+#include "common/cuda/softmax_math.cuh"
 
-__device__ __forceinline__ float exp2_approx(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
+namespace ragged_attention::sm90 {
 
 // Rounded to nearest even, `low` in the low half.
 template <typename Element>
@@ -73,17 +69,16 @@ struct OnlineSoftmax {
         largest[i % 2 * 2 + 1] = fmaxf(largest[i % 2 * 2 + 1], scores[4 * i + 2 * r + 1]);
       }
       float row = fmaxf(fmaxf(largest[0], largest[1]), fmaxf(largest[2], largest[3]));
-      row = fmaxf(row, __shfl_xor_sync(0xffffffff, row, 1));
-      row = fmaxf(row, __shfl_xor_sync(0xffffffff, row, 2));
+      row = quad_max(row);
       // A row that has seen nothing yet: -inf - -inf would be NaN.
       offset[r] = row == -INFINITY ? 0.0f : __fmul_rn(row, scale_log2);
       // Rounded as the offset was, not fused: an unchanged maximum then gives a factor of exactly 1, where the rest of
       // a fused multiplication would multiply up over the tiles of a long sequence.
-      factor[r] = exp2_approx(__fsub_rn(__fmul_rn(maximum[r], scale_log2), offset[r]));
+      factor[r] = exp2_approximate(__fsub_rn(__fmul_rn(maximum[r], scale_log2), offset[r]));
       maximum[r] = row;
     }
 #pragma unroll
-    for (int i = 0; i < kSize; ++i) scores[i] = exp2_approx(__fmaf_rn(scores[i], scale_log2, -offset[i / 2 % 2]));
+    for (int i = 0; i < kSize; ++i) scores[i] = exp2_approximate(__fmaf_rn(scores[i], scale_log2, -offset[i / 2 % 2]));
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       float even = 0.0f, odd = 0.0f;
@@ -99,10 +94,7 @@ struct OnlineSoftmax {
   // Adds up the sums of the four threads of a row.
   __device__ __forceinline__ void finish() {
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      sum[r] += __shfl_xor_sync(0xffffffff, sum[r], 1);
-      sum[r] += __shfl_xor_sync(0xffffffff, sum[r], 2);
-    }
+    for (int r = 0; r < 2; ++r) sum[r] = quad_sum(sum[r]);
   }
 
   // 0 for a row that saw nothing; NaN stays NaN.
@@ -113,10 +105,7 @@ struct OnlineSoftmax {
   }
 
   // Natural log of the sum of exp of the scaled scores; -inf for a row that saw nothing.
-  __device__ __forceinline__ float lse(int r) const {
-    constexpr float kLn2 = 0.6931471805599453f;
-    return sum[r] == 0.0f ? -INFINITY : (__fmul_rn(maximum[r], scale_log2) + __log2f(sum[r])) * kLn2;
-  }
+  __device__ __forceinline__ float lse(int r) const { return natural_lse(__fmul_rn(maximum[r], scale_log2), sum[r]); }
 };
 
 }  // namespace ragged_attention::sm90
