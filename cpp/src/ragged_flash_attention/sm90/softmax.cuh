@@ -105,7 +105,10 @@ struct OnlineSoftmax {
   }
 
   // Natural log of the sum of exp of the scaled scores; -inf for a row that saw nothing.
-  __device__ __forceinline__ float lse(int r) const { return natural_lse(__fmul_rn(maximum[r], scale_log2), sum[r]); }
+  __device__ __forceinline__ float lse(int r) const {
+    // As natural_lse(), but for log2 in one instruction: the other's registers make a kernel spill.
+    return sum[r] == 0.0f ? -INFINITY : (__fmul_rn(maximum[r], scale_log2) + __log2f(sum[r])) * kLn2;
+  }
 };
 
 }  // namespace ragged_attention::sm90
