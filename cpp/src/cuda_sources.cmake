@@ -78,10 +78,16 @@ if("90a-real" IN_LIST RAGGED_ATTENTION_CUDA_ARCHITECTURES)
       list(APPEND sm90_instantiations src/ragged_flash_attention/sm90/instantiations/${dtype}_${head_dim}.cu)
     endforeach()
   endforeach()
+  foreach(dtype bf16 fp16)
+    foreach(head_dim 64 128 256)
+      list(APPEND sm90_instantiations src/qsa_sparse_attention/sm90/instantiations/${dtype}_${head_dim}.cu)
+    endforeach()
+  endforeach()
   add_library(ragged_attention_sm90 STATIC
     src/common/cuda/sm90/tensor_map.cpp
     src/common/cuda/sm90/tickets.cu
     src/ragged_flash_attention/sm90/dispatch.cpp
+    src/qsa_sparse_attention/sm90/dispatch.cpp
     ${sm90_instantiations})
   target_include_directories(ragged_attention_sm90 PUBLIC include src)
   target_link_libraries(ragged_attention_sm90 PUBLIC CUDA::cudart_static PRIVATE ragged_attention_cutlass

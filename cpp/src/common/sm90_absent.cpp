@@ -4,5 +4,6 @@
 namespace ragged_attention {
 
 bool ragged_flash_attention_sm90(const RaggedParams&, int, void*) { return false; }
+bool qsa_sparse_attention_sm90(const QsaParams&, int, void*) { return false; }
 
 }  // namespace ragged_attention

@@ -13,7 +13,10 @@ constexpr std::int64_t kMaxHeadDim = 256;
 std::string architecture(int major, int minor) { return "sm_" + std::to_string(major) + std::to_string(minor); }
 
 bool has_sm90_kernel(const SupportQuery& query) {
-  if (query.operation != Operation::kRaggedFlashAttention || query.dtype == kFloat32) return false;
+  if (query.dtype == kFloat32) return false;
+  if (query.operation == Operation::kQsaSparseAttention) {
+    return query.group <= 64 && (query.head_dim == 64 || query.head_dim == 128 || query.head_dim == 256);
+  }
   for (const std::int64_t head_dim : {64, 72, 80, 96, 128, 192, 256}) {
     if (query.head_dim == head_dim) return true;
   }

@@ -55,6 +55,8 @@ void qsa_sparse_attention(const QsaSparseAttentionArguments& arguments) {
   if (path == Path::kCpu) {
     qsa_sparse_attention_cpu(params);
   } else {
+    const bool forced = arguments.warps || arguments.unroll;
+    if (path == Path::kCudaSm90 && !forced && qsa_sparse_attention_sm90(params, device.index, arguments.stream)) return;
     qsa_sparse_attention_cuda(params, device.index, arguments.stream, arguments.warps, arguments.unroll);
   }
 }

@@ -125,6 +125,7 @@ QsaParams validate(const QsaSparseAttentionArguments& arguments) {
 
   QsaParams params;
   params.scale = checked_scale(arguments.scale, q->shape[2]);
+  params.longest_hint = arguments.max_prompt_length.value_or(-1);
   params.q = q->data;
   params.q_row_stride = stride_of(*q, 0);
   params.q_head_stride = stride_of(*q, 1);

@@ -17,10 +17,11 @@ constexpr std::int64_t kMaxGrid = 0x7fffffff;
 // One launch of `kernel` (a __global__ function of one argument) with `work` blocks on the current device. `kernel` is
 // a template argument so that each has its own memory of the devices where its shared memory was raised.
 // `beside_previous`: it may start once every block of the stream's previous kernel has allowed it to, and waits for its
-// end itself (programmatic dependent launch).
+// end itself (programmatic dependent launch). `cluster`: blocks of a cluster, which divide `work`.
 template <auto kernel, typename Params>
 void launch(const Params& params, std::int64_t work, int threads, int shared_bytes, int device, cudaStream_t stream,
-            const char* doing, bool beside_previous = false) {
+            const char* doing, bool beside_previous = false, int cluster = 1) {
+  constexpr int kMostPortable = 8;
   constexpr int kDefaultShared = 48 * 1024;
   if (shared_bytes > kDefaultShared) {
     static std::atomic<int> raised[64] = {};  // bytes, by device
@@ -29,6 +30,11 @@ void launch(const Params& params, std::int64_t work, int threads, int shared_byt
       check_cuda(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
                                       cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes),
                  "raising a kernel's shared memory");
+      if (cluster > kMostPortable) {
+        check_cuda(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
+                                        cudaFuncAttributeNonPortableClusterSizeAllowed, 1),
+                   "allowing a kernel's clusters");
+      }
       if (tracked) raised[device].store(shared_bytes, std::memory_order_relaxed);
     }
   }
@@ -37,11 +43,19 @@ void launch(const Params& params, std::int64_t work, int threads, int shared_byt
   config.blockDim = dim3(static_cast<unsigned>(threads));
   config.dynamicSmemBytes = static_cast<std::size_t>(shared_bytes);
   config.stream = stream;
-  cudaLaunchAttribute attribute = {};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  config.attrs = &attribute;
-  config.numAttrs = beside_previous ? 1 : 0;
+  cudaLaunchAttribute attributes[2] = {};
+  config.attrs = attributes;
+  if (beside_previous) {
+    cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+  }
+  if (cluster > 1) {
+    cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim.x = static_cast<unsigned>(cluster);
+    attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+  }
   check_cuda(cudaLaunchKernelEx(&config, kernel, params), doing);
 }
 

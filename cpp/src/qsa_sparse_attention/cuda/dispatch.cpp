@@ -3,7 +3,6 @@
 #include <iterator>
 #include <string>
 
-#include "common/cuda/alignment.h"
 #include "common/cuda/cutlass_elements.h"
 #include "common/cuda/runtime.h"
 #include "common/cuda_host.h"
@@ -71,18 +70,7 @@ void dispatch_head_dim(const QsaKernelParams& params, QsaLaunchShape shape, int 
 
 void qsa_sparse_attention_cuda(const QsaParams& params, int device, void* stream, std::optional<std::int64_t> warps,
                                std::optional<std::int64_t> unroll) {
-  const std::int64_t bytes = params.dtype.bytes();
-  QsaKernelParams kernel_params;
-  kernel_params.params = params;
-  kernel_params.out_type = params.out_dtype == kFloat32   ? portable::OutType::kFloat32
-                           : params.out_dtype == kFloat16 ? portable::OutType::kFloat16
-                                                          : portable::OutType::kBFloat16;
-  const PagedCache& cache = params.cache;
-  kernel_params.q_aligned = aligned_16(params.q, {params.q_row_stride, params.q_head_stride}, bytes);
-  kernel_params.kv_aligned = aligned_16(cache.k, {cache.page_stride, cache.token_stride, cache.head_stride}, bytes) &&
-                             aligned_16(cache.v, {}, bytes);
-  kernel_params.out_aligned =
-      aligned_16(params.out, {params.out_row_stride, params.out_head_stride}, params.out_dtype.bytes());
+  QsaKernelParams kernel_params = portable::kernel_params(params);
   const DeviceGuard guard(device);
   if (params.dtype == kFloat32) {
     if (warps) check_built("warps", *warps, {portable::QsaFp32::kWarps});

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "common/cuda/alignment.h"
 #include "qsa_sparse_attention/cuda/config.h"
 #include "qsa_sparse_attention/params.h"
 
@@ -18,6 +19,23 @@ struct QsaKernelParams {
   bool out_aligned = false;
   std::int32_t tiles_in_flight = 2;  // unroll / 16
 };
+
+// What the host can say of a call.
+inline QsaKernelParams kernel_params(const QsaParams& params) {
+  const std::int64_t bytes = params.dtype.bytes();
+  const PagedCache& cache = params.cache;
+  QsaKernelParams result;
+  result.params = params;
+  result.out_type = params.out_dtype == kFloat32   ? OutType::kFloat32
+                    : params.out_dtype == kFloat16 ? OutType::kFloat16
+                                                   : OutType::kBFloat16;
+  result.q_aligned = aligned_16(params.q, {params.q_row_stride, params.q_head_stride}, bytes);
+  result.kv_aligned = aligned_16(cache.k, {cache.page_stride, cache.token_stride, cache.head_stride}, bytes) &&
+                      aligned_16(cache.v, {}, bytes);
+  result.out_aligned =
+      aligned_16(params.out, {params.out_row_stride, params.out_head_stride}, params.out_dtype.bytes());
+  return result;
+}
 
 using StreamHandle = void*;
 

@@ -17,6 +17,7 @@
 
 #include "common/cuda/launch.h"
 #include "common/cuda/sm90/tma.cuh"
+#include "common/cuda/sm90/warp_search.h"
 #include "common/cuda/sm90/wgmma.cuh"
 #include "common/cuda_host.h"
 #include "ragged_flash_attention/sm90/launch.h"

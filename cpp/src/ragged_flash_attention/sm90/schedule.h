@@ -95,22 +95,6 @@ struct Schedule {
   }
 };
 
-// Search by a warp for the last of `count` entries that a monotone condition holds for, the first always being one:
-// each lane probes one place, and the number of lanes that it holds for narrows the range 32 times.
-struct WarpSearch {
-  std::int32_t low = 0, high = 1;  // it holds for `low`, and not for `high`
-
-  RAGGED_ATTENTION_HOST_DEVICE bool done() const { return high - low <= 1; }
-  RAGGED_ATTENTION_HOST_DEVICE std::int32_t step() const { return (high - low + 31) / 32; }
-  // Where a lane probes; not under `high`: it does not hold there.
-  RAGGED_ATTENTION_HOST_DEVICE std::int32_t probe(std::int32_t lane) const { return low + lane * step(); }
-  RAGGED_ATTENTION_HOST_DEVICE void narrow(std::int32_t lanes_that_hold) {
-    const std::int32_t width = step();
-    low += (lanes_that_hold > 0 ? lanes_that_hold - 1 : 0) * width;
-    high = high - low < width ? high : low + width;
-  }
-};
-
 // A band of heads whose keys and values, as far as tiles in flight together need them, take half of a 60 MB L2.
 RAGGED_ATTENTION_HOST_DEVICE std::int32_t heads_in_band(const RaggedRows& rows, const Mask& mask,
                                                         std::int32_t num_kv_heads, std::int32_t group,

@@ -49,6 +49,7 @@ struct WgmmaOps;
     template <cute::SM90::GMMA::Major kMajorB>                                                               \
     using Registers = cute::SM90::GMMA::MMA_64x##n##x16_F32F16F16_RS<cute::SM90::GMMA::Major::K, kMajorB>;   \
   }
+RAGGED_ATTENTION_WGMMA(32);
 RAGGED_ATTENTION_WGMMA(64);
 RAGGED_ATTENTION_WGMMA(80);
 RAGGED_ATTENTION_WGMMA(96);

@@ -1,0 +1,46 @@
+// The Hopper kernels of qsa_sparse_attention: their shapes. Host code reads it too.
+//
+// A CTA has one consumer warpgroup, whose 64 rows of a wgmma are the query heads of one kv head times a few neighbouring
+// rows, and one producer warpgroup, which plans and gathers. Two CTAs share a multiprocessor, so that one gathers while
+// the other plans, waits or stores.
+#pragma once
+
+#include <cstdint>
+
+#include "common/host_device.h"
+
+namespace ragged_attention::sm90 {
+
+// Shared memory of a CTA at head dim 256: Q 32 KB, two stages of K and two of V 16 KB each, and the plan 14 KB: 110 of
+// the 113 KB that let two of them in. Registers a thread: 128 for O, kKeys / 2 for S, kKeys / 4 for P and about 40 more.
+template <int kHeadDim>
+struct QsaTile;
+template <>
+struct QsaTile<256> {
+  static constexpr int kKeys = 32;  // of a stage. Fewer would leave products of N < 32, as slow as N = 32.
+};
+template <>
+struct QsaTile<128> {
+  static constexpr int kKeys = 64;
+};
+template <>
+struct QsaTile<64> {
+  static constexpr int kKeys = 64;
+};
+
+constexpr int kQsaStages = 2;
+constexpr int kQsaPlanBytes = 14 * 1024;
+
+// Sequences of at most this many rows in a call are short: each group of their rows is shared out to a cluster of
+// kQsaSplits CTAs. Longer ones have groups enough to fill the GPU, one CTA each.
+constexpr std::int64_t kQsaShortRows = 128;
+constexpr int kQsaSplits = 16;
+
+// Neighbouring rows that share what they gather: as many as fit 64 rows of a product, up to 10.
+constexpr int kQsaMaxGroupRows = 10;
+RAGGED_ATTENTION_HOST_DEVICE int qsa_group_rows(int heads_per_kv_head) {
+  const int fit = 64 / heads_per_kv_head;
+  return fit < kQsaMaxGroupRows ? fit : kQsaMaxGroupRows;
+}
+
+}  // namespace ragged_attention::sm90

@@ -1,0 +1,251 @@
+// Attention over selected tokens of a paged cache for bfloat16 and float16 on Hopper.
+//
+// A unit of work is a group of neighbouring rows (groups.h) and one kv head. What several rows of the group list is
+// gathered once, by cp.async, and meets all their query heads in one product.
+//   Producer warpgroup: plans the union of the lists (plan.h), looks up pages, copies K and V tile by tile into two rings
+//     of stages, with a mask for each tile: which row lists which token.
+//   Consumer warpgroup, for each tile: S = Q K^T, masked; online softmax; O += P V, P from registers.
+// Long sequences: one CTA a unit. Short ones (decode, multi-token prediction): a cluster of CTAs a unit, each with its
+// share of the context or list; they leave O, maximum and sum in shared memory, and each merges a part of the rows, in
+// the order of ranks. Both are fixed by the sequence's own rows, so are its bits.
+#pragma once
+
+#include <cooperative_groups.h>
+
+#include "common/cuda/launch.h"
+#include "common/cuda_host.h"
+#include "qsa_sparse_attention/sm90/consumer.cuh"
+#include "qsa_sparse_attention/sm90/launch.h"
+#include "qsa_sparse_attention/sm90/producer.cuh"
+
+namespace ragged_attention::sm90 {
+
+// By all lanes of a warp.
+template <typename Traits>
+__device__ __forceinline__ QsaUnit find_unit(const QsaHopperParams& params, std::int64_t number) {
+  const QsaParams& call = params.call.params;
+  const RowGroups<Traits::kShort> groups{call.rows, params.group_rows};
+  const auto n = static_cast<std::uint32_t>(number), kv_heads = static_cast<std::uint32_t>(call.num_kv_heads);
+  // From the last group to the first: a sequence's late rows have the longer lists. A row's kv heads side by side: their
+  // keys are neighbours in memory.
+  const auto id = static_cast<std::int64_t>(groups.num_ids() - 1 - n / kv_heads);
+  const auto lane = static_cast<std::int32_t>(threadIdx.x % 32);
+  WarpSearch search{0, static_cast<std::int32_t>(call.rows.num_segments())};
+#pragma unroll 1
+  while (!search.done()) {
+    const std::int32_t probe = search.probe(lane);
+    const bool holds = lane == 0 || (probe < search.high && groups.first_id(probe) <= id);
+    search.narrow(__popc(__ballot_sync(0xffffffff, holds)));
+  }
+  QsaUnit unit;
+  unit.group = groups.group(id, search.low);
+  unit.kv_head = static_cast<int>(n % kv_heads);
+  if (unit.group.rows > 0 && unit.group.owned) {
+    unit.sequence = unit.group.segment - 1;
+    const std::int64_t length =
+        visible_length(call.cache_lengths[unit.sequence], call.rows.rows(unit.group.segment).size());
+    unit.length = static_cast<std::int32_t>(length < params.longest ? length : params.longest);
+  }
+  return unit;
+}
+
+// The next of this CTA's units that has rows. By all lanes of a warp.
+template <typename Traits>
+__device__ __forceinline__ QsaUnit scan_units(const QsaHopperParams& params, std::int64_t* to_look_at) {
+  const RowGroups<Traits::kShort> groups{params.call.params.rows, params.group_rows};
+  const std::int64_t kv_heads = params.call.params.num_kv_heads, step = gridDim.x / Traits::kSplits;
+  std::int64_t next = *to_look_at;
+  QsaUnit unit;
+#pragma unroll 1
+  while (next < params.num_units && unit.group.rows == 0) {
+    if (next + step < params.num_units) {
+      // Many to look through, most of them none of this kernel's: each lane searches for one.
+      const std::int64_t mine = next + step * (threadIdx.x % 32);
+      const bool has = mine < params.num_units && groups.group(groups.num_ids() - 1 - mine / kv_heads).rows > 0;
+      const std::uint32_t found = __ballot_sync(0xffffffff, has);
+      next += step * (found == 0 ? 32 : __ffs(found) - 1);
+      if (found == 0) continue;
+    }
+    unit = find_unit<Traits>(params, next);
+    next += step;
+  }
+  if (threadIdx.x % 32 == 0) *to_look_at = next;
+  return unit;
+}
+
+// By all warps of a role.
+template <typename Traits>
+__device__ __forceinline__ bool next_unit(const QsaHopperParams& params, QsaShared<Traits>& shared, QsaRole role) {
+  if (threadIdx.x / 32 % 4 == 0) {
+    const QsaUnit unit = scan_units<Traits>(params, &shared.next_unit[role]);
+    if (threadIdx.x % 32 == 0) shared.unit[role] = unit;
+  }
+  role == kProduces ? producers_sync() : consumers_sync();
+  return shared.unit[role].group.rows > 0;
+}
+
+// Rows of the cluster's unit, merged in the order of ranks and stored; each CTA a part of them.
+template <typename Traits>
+__device__ __forceinline__ void merge(const QsaHopperParams& params, QsaShared<Traits>& shared, const QsaUnit& unit,
+                                      int rank) {
+  namespace cg = cooperative_groups;
+  const cg::cluster_group cluster = cg::this_cluster();
+  const QsaParams& call = params.call.params;
+  constexpr int kFours = Traits::kHeadDim / 4;
+  const int heads = call.group(), fours = unit.group.rows * heads * kFours;
+  const int begin = fours * rank / Traits::kSplits, end = fours * (rank + 1) / Traits::kSplits;
+  for (int i = begin + static_cast<int>(threadIdx.x); i < end; i += 128) {
+    const int row = i / kFours, column = i % kFours * 4;
+    float maxima[Traits::kSplits];
+    float largest = -INFINITY;
+#pragma unroll
+    for (int split = 0; split < Traits::kSplits; ++split) {
+      maxima[split] = *cluster.map_shared_rank(shared.partial_maximum() + row, split);
+      largest = fmaxf(largest, maxima[split]);
+    }
+    float total = 0.0f;
+    float4 result = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll
+    for (int split = 0; split < Traits::kSplits; ++split) {
+      // Two that are equal may both be -inf or inf.
+      const float weight = maxima[split] == largest ? 1.0f : exp2_approximate(maxima[split] - largest);
+      const float sum = *cluster.map_shared_rank(shared.partial_sum() + row, split);
+      const float4 part = *reinterpret_cast<const float4*>(cluster.map_shared_rank(
+          shared.partial_output() + row * QsaShared<Traits>::kPartialStride + column, split));
+      total = __fmaf_rn(weight, sum, total);
+      result.x = __fmaf_rn(weight, part.x, result.x);
+      result.y = __fmaf_rn(weight, part.y, result.y);
+      result.z = __fmaf_rn(weight, part.z, result.z);
+      result.w = __fmaf_rn(weight, part.w, result.w);
+    }
+    const float inverse = total == 0.0f ? 0.0f : 1.0f / total;
+    const std::int64_t q_row = unit.group.begin + row / heads;
+    const int head = unit.kv_head * heads + row % heads;
+    portable::store_four(params.call, q_row, head, column,
+                         make_float4(result.x * inverse, result.y * inverse, result.z * inverse, result.w * inverse));
+    if (call.lse != nullptr && column == 0) {
+      call.lse[q_row * call.lse_row_stride + head * call.lse_head_stride] = natural_lse(largest, total);
+    }
+  }
+}
+
+template <typename Traits>
+__device__ __forceinline__ void cluster_sync() {
+  if constexpr (Traits::kSplits > 1) {
+    cute::cluster_arrive();
+    cute::cluster_wait();
+  }
+}
+
+template <typename Traits>
+__global__ void __launch_bounds__(Traits::kThreads, 2)
+    qsa_hopper_kernel(const __grid_constant__ QsaHopperParams params) {
+  extern __shared__ __align__(1024) unsigned char shared_bytes[];
+  auto& shared = *reinterpret_cast<QsaShared<Traits>*>(shared_bytes);
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < Traits::kStages; ++i) {
+      Barrier::init(&shared.k_full[i], 128 + Traits::kProducerWarps);
+      Barrier::init(&shared.k_empty[i], 4);
+      Barrier::init(&shared.v_full[i], 128);
+      Barrier::init(&shared.v_empty[i], 4);
+    }
+    Barrier::init(&shared.verdict, 4);
+    shared.bad_verdict = -1;
+    shared.next_unit[kConsumes] = shared.next_unit[kProduces] = blockIdx.x / Traits::kSplits;
+    cutlass::arch::fence_barrier_init();
+  }
+  cudaTriggerProgrammaticLaunchCompletion();
+  __syncthreads();
+
+  const int rank = static_cast<int>(blockIdx.x) % Traits::kSplits;
+  Ring<1> verdicts;
+  if (threadIdx.x >= 128) {
+    cutlass::arch::warpgroup_reg_dealloc<Traits::kProducerRegisters>();
+    QsaProducer<Traits> producer(params, shared, rank);
+#pragma unroll 1
+    while (next_unit(params, shared, kProduces)) {
+      bool again, second = false;
+#pragma unroll 1
+      do {
+        producer.pass();
+        again = false;
+        if (!second && producer.unit.group.rows > 1) {
+          Barrier::wait(&shared.verdict, verdicts.full_parity());
+          again = shared.bad_verdict == static_cast<std::int32_t>(verdicts.position);
+          verdicts.advance();
+        }
+        second = again;
+      } while (again);
+      cluster_sync<Traits>();  // partial results are there
+      cluster_sync<Traits>();  // and have been read
+    }
+  } else {
+    cutlass::arch::warpgroup_reg_alloc<Traits::kConsumerRegisters>();
+    QsaConsumer<Traits> consumer(params, shared);
+#pragma unroll 1
+    while (next_unit(params, shared, kConsumes)) {
+      consumer.start();
+      consumer.template pass<false>();
+      if (consumer.unit.group.rows > 1) {
+        const bool bad = __any_sync(0xffffffff, consumer.special());
+        if (threadIdx.x % 32 == 0) {
+          if (bad) shared.bad_verdict = static_cast<std::int32_t>(verdicts.position);
+          Barrier::arrive(&shared.verdict);
+        }
+        Barrier::wait(&shared.verdict, verdicts.full_parity());
+        if (shared.bad_verdict == static_cast<std::int32_t>(verdicts.position)) consumer.template pass<true>();
+        verdicts.advance();
+      }
+      if constexpr (Traits::kSplits > 1) {
+        consumer.store_partial();
+        cluster_sync<Traits>();
+        merge<Traits>(params, shared, consumer.unit, rank);
+        cluster_sync<Traits>();
+      } else {
+        consumer.store();
+        consumers_sync();  // every warp's products have read Q
+      }
+    }
+  }
+  // The kernel before this one may still be at work; whatever comes next on the stream waits for this one alone.
+  cudaGridDependencySynchronize();
+}
+
+template <typename Traits>
+void launch_qsa_hopper(const portable::QsaKernelParams& call, bool beside, bool sparse, int device,
+                       StreamHandle stream) {
+  const QsaParams& params = call.params;
+  QsaHopperParams kernel_params;
+  kernel_params.call = call;
+  kernel_params.scale_log2 = params.scale * kLog2E;
+  kernel_params.group_rows = qsa_group_rows(params.group());
+  for (int shift = 0; shift < 31; ++shift) {
+    if (params.cache.page_size == std::int64_t{1} << shift) kernel_params.page_shift = shift;
+  }
+  const std::int64_t most = 0x7fffffff;
+  const bool all = params.cache.max_pages > 0 && params.cache.page_size > most / params.cache.max_pages;
+  kernel_params.longest = static_cast<std::int32_t>(all ? most : params.cache.max_pages * params.cache.page_size);
+  const RowGroups<Traits::kShort> groups{params.rows, kernel_params.group_rows};
+  kernel_params.num_units = groups.num_ids() * params.num_kv_heads;
+  std::int64_t clusters = kernel_params.num_units;
+  if (sparse) {
+    const int resident = 2 * cuda_device_info(device).num_multiprocessors;
+    clusters = std::min<std::int64_t>(clusters, std::max(1, resident / Traits::kSplits));
+  }
+  launch<qsa_hopper_kernel<Traits>>(kernel_params, clusters * Traits::kSplits, Traits::kThreads,
+                                    sizeof(QsaShared<Traits>), device, static_cast<cudaStream_t>(stream),
+                                    "launching qsa_sparse_attention", beside, Traits::kSplits);
+}
+
+template <typename Element, int kHeadDim>
+void launch_qsa_long(const portable::QsaKernelParams& params, bool beside, int device, StreamHandle stream) {
+  launch_qsa_hopper<QsaTraits<Element, kHeadDim, false>>(params, beside, false, device, stream);
+}
+
+template <typename Element, int kHeadDim>
+void launch_qsa_short(const portable::QsaKernelParams& params, bool beside, bool sparse, int device,
+                      StreamHandle stream) {
+  launch_qsa_hopper<QsaTraits<Element, kHeadDim, true>>(params, beside, sparse, device, stream);
+}
+
+}  // namespace ragged_attention::sm90

@@ -1,0 +1,105 @@
+// What a Hopper kernel of qsa_sparse_attention is given, and what its two roles share.
+#pragma once
+
+#include "common/cuda/sm90/tma.cuh"
+#include "common/cuda/sm90/warp_search.h"
+#include "common/cuda/sm90/wgmma.cuh"
+#include "qsa_sparse_attention/cuda/launch.h"
+#include "qsa_sparse_attention/sm90/groups.h"
+#include "qsa_sparse_attention/sm90/plan.h"
+
+namespace ragged_attention::sm90 {
+
+struct QsaHopperParams {
+  portable::QsaKernelParams call;
+  float scale_log2 = 0.0f;  // scale * log2(e)
+  std::int32_t group_rows = 1;
+  std::int32_t page_shift = -1;   // log2 of the page size where that is a whole number
+  std::int32_t longest = 0;       // tokens that a page table has room for
+  std::int64_t num_units = 0;     // groups (some of them none) times kv heads
+};
+
+template <typename Element_, int kHeadDim_, bool kShort_>
+struct QsaTraits {
+  using Element = Element_;
+  static constexpr int kHeadDim = kHeadDim_;
+  static constexpr bool kShort = kShort_;
+  static constexpr int kSplits = kShort ? kQsaSplits : 1;  // CTAs of a cluster
+  static constexpr int kKeys = QsaTile<kHeadDim>::kKeys, kStages = kQsaStages;
+  static constexpr int kBlocks = kHeadDim / kBlockColumns;
+  static constexpr int kMaskWords = kKeys / 32;
+  static constexpr int kProducerWarps = 4, kThreads = 256;
+  // As much as the launch allocates: 128 for every thread.
+  static constexpr int kProducerRegisters = 64, kConsumerRegisters = 192;
+  static_assert(kProducerRegisters + kConsumerRegisters == 256);
+};
+
+// One group and one kv head: what a CTA, or a cluster of them, does at a time.
+struct QsaUnit {
+  RowGroup group;
+  std::int32_t kv_head = 0;
+  std::int32_t length = 0;  // tokens that its rows may name
+  std::int64_t sequence = 0;
+};
+
+// Of a CTA.
+enum QsaRole : int { kConsumes = 0, kProduces = 1 };
+
+template <typename Traits>
+struct QsaShared {
+  using Element = typename Traits::Element;
+  // Blocks of 64 columns, each row 128 bytes with its 16-byte chunks swizzled.
+  alignas(1024) Element q[Traits::kBlocks][64][kBlockColumns];
+  alignas(1024) Element k[Traits::kStages][Traits::kBlocks][Traits::kKeys][kBlockColumns];
+  alignas(1024) Element v[Traits::kStages][Traits::kBlocks][Traits::kKeys][kBlockColumns];
+  alignas(16) unsigned char plan[kQsaPlanBytes];
+  QsaUnit unit[2];              // that a role is at; registers are short
+  std::int64_t next_unit[2];    // to look at
+  // With K: which of the tile's tokens each row of the group lists; or that the pass has ended.
+  std::uint32_t listed[Traits::kStages][kQsaMaxGroupRows][Traits::kMaskWords];
+  std::int32_t end[Traits::kStages];
+  // full: by each producer thread's copies, and by each producer warp. empty: by each consumer warp.
+  std::uint64_t k_full[Traits::kStages], k_empty[Traits::kStages];
+  std::uint64_t v_full[Traits::kStages], v_empty[Traits::kStages];
+  std::uint64_t verdict;           // by each consumer warp, after the first pass over a group of several rows
+  std::int32_t bad_verdict;        // the last one that asked for a second pass
+  std::int32_t warp_total[4];      // the plan's: tokens in each producer warp's words
+  std::int32_t beyond, duplicate;  // the plan's: the first local token after the window; a token that a row lists twice
+  // The second pass's: tokens of the tile whose values are not all finite, and one of them: its values, and what each
+  // row of the product gives it.
+  std::uint32_t special[Traits::kMaskWords];
+  float special_weight[64];
+  Element special_value[Traits::kHeadDim];
+
+  // Once all tiles are consumed: what this CTA has of each row, in the place of Q, K and V.
+  static constexpr int kPartialStride = Traits::kHeadDim + 8;  // columns; the 8 spread a quad's rows over the banks
+  __device__ float* partial_output() { return reinterpret_cast<float*>(&q[0][0][0]); }
+  __device__ float* partial_maximum() { return partial_output() + 64 * kPartialStride; }
+  __device__ float* partial_sum() { return partial_maximum() + 64; }
+  static_assert((64 * kPartialStride + 128) * 4 <= 2 * (64 + 2 * Traits::kStages * Traits::kKeys) * Traits::kHeadDim);
+};
+
+// Of bar.sync; 0 is all threads'.
+enum QsaBarrier : std::uint32_t { kProducers = 1, kQsaConsumers = 2 };
+
+__device__ __forceinline__ void producers_sync() { cutlass::arch::NamedBarrier::sync(128, kProducers); }
+__device__ __forceinline__ void consumers_sync() { cutlass::arch::NamedBarrier::sync(128, kQsaConsumers); }
+
+// 16 bytes to shared memory, or zeros.
+__device__ __forceinline__ void copy_16(std::uint32_t to, const void* from, bool valid) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0) : "memory");
+}
+
+// The barrier counts this thread's arrival once all its copies so far are there.
+__device__ __forceinline__ void arrive_after_copies(std::uint64_t* barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+
+// Byte offset of a 16-byte chunk of a row in a tile of `rows` rows.
+template <int kRows>
+__device__ __forceinline__ std::uint32_t chunk_offset(int row, int chunk) {
+  return static_cast<std::uint32_t>(chunk / 8 * (kRows * kBlockRowBytes) + row * kBlockRowBytes +
+                                    ((chunk ^ row) % 8) * 16);
+}
+
+}  // namespace ragged_attention::sm90

@@ -1,0 +1,314 @@
+// The producer warpgroup: plans what a group gathers, and gathers it.
+//
+// A group of several rows gathers the union of its lists, ascending: a bit for each row and token, a window of the
+// context at a time (plan.h). A window in which a row lists a token twice has no such form: there, and for a group of
+// one row, the lists are gathered as they stand.
+//
+// Each warp copies a quarter of every tile, and looks up where its tokens lie for several tiles at once, a token a lane:
+// a batch. It does so ahead: while a batch is copied, the pages of the next are being looked up and the entries of the
+// one after it read. A copy takes 16 bytes a thread, a token's row side by side; the barrier of a stage counts the
+// threads whose copies have landed.
+#pragma once
+
+#include <type_traits>
+
+#include "qsa_sparse_attention/sm90/params.cuh"
+
+namespace ragged_attention::sm90 {
+
+template <typename Traits>
+struct QsaProducer {
+  static constexpr int kKeys = Traits::kKeys, kStages = Traits::kStages;
+  static constexpr int kTokens = kKeys / Traits::kProducerWarps;  // of a tile, that are this warp's
+  static constexpr int kBatch = 32 / kTokens;                     // tiles
+  static constexpr int kThreads = 32 * Traits::kProducerWarps;
+  static constexpr std::int32_t kNone = -1;                       // no token
+  static constexpr std::int32_t kNothingBeyond = 0x7fffffff;
+
+  const QsaHopperParams& params;
+  QsaShared<Traits>& shared;
+  const QsaUnit& unit;
+  ContextShare<Traits::kSplits> share;  // of this CTA
+  Ring<kStages> k_ring, v_ring;
+
+  __device__ __forceinline__ QsaProducer(const QsaHopperParams& params_, QsaShared<Traits>& shared_, int rank)
+      : params(params_), shared(shared_), unit(shared_.unit[kProduces]), share{rank} {}
+
+  __device__ __forceinline__ static int thread() { return static_cast<int>(threadIdx.x) % 128; }
+  __device__ __forceinline__ static int warp() { return thread() / 32; }
+  __device__ __forceinline__ static int lane() { return thread() % 32; }
+  __device__ __forceinline__ const QsaParams& call() const { return params.call.params; }
+
+  // Everything that the unit's rows list, once.
+  __device__ __forceinline__ void pass() {
+    const std::int32_t words = plan_words(unit.group.rows);
+    std::int32_t base = unit.group.owned ? 0 : kNothingBeyond;
+#pragma unroll 1
+    while (base != kNothingBeyond) {
+      std::int32_t next = kNothingBeyond;
+      // Rows whose lists are gathered as they stand; without any, the plan is.
+      int row = 0, rows = unit.group.rows;
+      std::int32_t planned = 0;
+      if (rows > 1) {
+        next = make_plan(base, words, &planned);
+        if (planned >= 0) rows = 1;
+      }
+#pragma unroll 1
+      for (; row < rows; ++row) {
+        Source source{row, base, words, 0, planned};
+        if (unit.group.rows == 1) {
+          const std::int32_t count = count_of(0);
+          source.begin = list_share(count, Traits::kSplits, share.rank);
+          source.end = list_share(count, Traits::kSplits, share.rank + 1);
+        } else if (planned < 0) {
+          source.end = count_of(row);
+        } else {
+          source.row = kPlanned;
+        }
+        stream(source);
+      }
+      if (unit.group.rows > 1) producers_sync();  // the plan has been read
+      base = next;
+    }
+    Barrier::wait(&shared.k_empty[k_ring.index()], k_ring.empty_parity());
+    if (lane() == 0) {
+      shared.end[k_ring.index()] = 1;
+      Barrier::arrive(&shared.k_full[k_ring.index()]);
+    }
+    Barrier::arrive(&shared.k_full[k_ring.index()]);
+    k_ring.advance();
+  }
+
+ private:
+  // What is gathered: the plan of a window, or what a row lists of it.
+  static constexpr int kPlanned = -1;
+  struct Source {
+    int row;  // of the group; or kPlanned
+    std::int32_t base, words;
+    std::int32_t begin, end;  // entries
+  };
+
+  // Entry i as it comes, perhaps still on its way; and the token that it is then, or kNone.
+  __device__ __forceinline__ std::int32_t entry(const Source& source, std::int32_t i) const {
+    if (i >= source.end) return kNone;
+    if (source.row != kPlanned) return list_of(source.row)[i];
+    const Plan plan = this->plan(source.words);
+    const std::int32_t word = word_of_rank(plan.before, source.words, i);
+    return share.token(source.base + 32 * word + nth_bit(plan.any[word], i - plan.before[word]));
+  }
+  __device__ __forceinline__ std::int32_t token_of(const Source& source, std::int32_t entry) const {
+    const std::int32_t token = in_sequence(entry);
+    if (source.row == kPlanned || unit.group.rows == 1 || token == kNone) return token;
+    const std::int32_t place = share.local(token) - source.base;
+    return share.owns(token) && place >= 0 && place < 32 * source.words ? token : kNone;
+  }
+
+  __device__ __forceinline__ bool lists(const Source& source, std::int32_t token, int row) const {
+    if (source.row != kPlanned) return row == source.row;
+    const std::int32_t place = share.local(token) - source.base;
+    return (plan(source.words).rows[row * source.words + place / 32] >> (place % 32) & 1) != 0;
+  }
+
+  __device__ __forceinline__ std::int32_t count_of(int row) const {
+    return static_cast<std::int32_t>(call().count(unit.group.begin + row));
+  }
+  __device__ __forceinline__ const std::int32_t* list_of(int row) const {
+    return call().token_indices + (unit.group.begin + row) * call().token_indices_row_stride;
+  }
+  __device__ __forceinline__ std::int32_t in_sequence(std::int32_t token) const {
+    return token >= 0 && token < unit.length ? token : kNone;
+  }
+
+  // --- The plan
+
+  struct Plan {
+    std::uint32_t* rows;    // [rows][words]
+    std::uint32_t* any;     // [words]
+    std::uint16_t* before;  // [words]
+  };
+  __device__ __forceinline__ Plan plan(std::int32_t words) const {
+    auto* rows = reinterpret_cast<std::uint32_t*>(shared.plan);
+    std::uint32_t* any = rows + unit.group.rows * words;
+    return {rows, any, reinterpret_cast<std::uint16_t*>(any + words)};
+  }
+
+  // Of the tokens whose local numbers lie in the 32 * words from `base` on: `tokens` of them are listed, or under 0 if a
+  // row lists one of them twice. Returns where the next window starts.
+  __device__ __forceinline__ std::int32_t make_plan(std::int32_t base, std::int32_t words, std::int32_t* tokens) {
+    const Plan plan = this->plan(words);
+    for (std::int32_t i = thread(); i < unit.group.rows * words; i += kThreads) plan.rows[i] = 0;
+    if (thread() == 0) {
+      shared.beyond = kNothingBeyond;
+      shared.duplicate = 0;
+    }
+    producers_sync();
+    mark_lists(base, words, plan);
+    producers_sync();
+    const std::int32_t beyond = shared.beyond;
+    const bool duplicate = shared.duplicate != 0;
+    *tokens = rank_words(words, plan);  // and everybody has read `beyond`
+    if (duplicate) *tokens = -1;
+    return beyond == kNothingBeyond ? beyond : beyond / 32 * 32;
+  }
+
+  __device__ __forceinline__ void mark_lists(std::int32_t base, std::int32_t words, const Plan& plan) {
+    constexpr int kAtOnce = 8;  // loads in flight
+    std::int32_t beyond = kNothingBeyond;
+    bool duplicate = false;
+#pragma unroll 1
+    for (int row = 0; row < unit.group.rows; ++row) {
+      const std::int32_t count = count_of(row);
+      const std::int32_t* list = list_of(row);
+#pragma unroll 1
+      for (std::int32_t i = thread(); i < count; i += kAtOnce * kThreads) {
+        std::int32_t tokens[kAtOnce];
+#pragma unroll
+        for (int j = 0; j < kAtOnce; ++j) {
+          tokens[j] = i + j * kThreads < count ? list[i + j * kThreads] : kNone;
+        }
+#pragma unroll
+        for (int j = 0; j < kAtOnce; ++j) {
+          if (in_sequence(tokens[j]) == kNone || !share.owns(tokens[j])) continue;
+          const std::int32_t place = share.local(tokens[j]) - base;
+          if (place < 0) continue;
+          if (place >= 32 * words) {
+            beyond = min(beyond, place + base);
+          } else {
+            const std::uint32_t bit = 1u << place % 32;
+            duplicate |= (atomicOr(&plan.rows[row * words + place / 32], bit) & bit) != 0;
+          }
+        }
+      }
+    }
+    beyond = __reduce_min_sync(0xffffffff, beyond);
+    if (lane() == 0 && beyond != kNothingBeyond) atomicMin(&shared.beyond, beyond);
+    if (duplicate) shared.duplicate = 1;
+  }
+
+  // Fills `any` and `before`; returns the number of tokens. Each thread has a run of words.
+  __device__ __forceinline__ std::int32_t rank_words(std::int32_t words, const Plan& plan) {
+    const std::int32_t run = (words + kThreads - 1) / kThreads;
+    const std::int32_t begin = min(thread() * run, words), end = min(begin + run, words);
+    std::int32_t mine = 0;
+    for (std::int32_t word = begin; word < end; ++word) {
+      std::uint32_t any = 0;
+      for (int row = 0; row < unit.group.rows; ++row) any |= plan.rows[row * words + word];
+      plan.any[word] = any;
+      mine += population(any);
+    }
+    std::int32_t up_to = mine;
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+      const std::int32_t lower = __shfl_up_sync(0xffffffff, up_to, step);
+      if (lane() >= step) up_to += lower;
+    }
+    if (lane() == 31) shared.warp_total[warp()] = up_to;
+    producers_sync();
+    std::int32_t before = up_to - mine, total = 0;
+#pragma unroll
+    for (int w = 0; w < Traits::kProducerWarps; ++w) {
+      if (w < warp()) before += shared.warp_total[w];
+      total += shared.warp_total[w];
+    }
+    for (std::int32_t word = begin; word < end; ++word) {
+      plan.before[word] = static_cast<std::uint16_t>(before);
+      before += population(plan.any[word]);
+    }
+    producers_sync();
+    return total;
+  }
+
+  // --- The gather
+
+  // What the table has for a token, still on its way: two words, of which the upper is not always there.
+  struct Page {
+    std::uint32_t low = 0xffffffff, high = 0;
+  };
+  __device__ __forceinline__ Page page_of(std::int32_t token) const {
+    Page page;
+    if (token == kNone) return page;
+    const IntegerMatrix& table = call().cache.lookup_table;
+    // In the table: the sequence's `length` is within it.
+    const std::int64_t at = unit.sequence * table.row_stride + slot_of(token) * table.row0.stride;
+    const auto* words = static_cast<const std::uint32_t*>(table.row0.data);
+    if (table.row0.type == IntegerType::kI64) {
+      page.low = words[2 * at];
+      page.high = words[2 * at + 1];
+    } else {
+      page.low = words[at];
+    }
+    return page;
+  }
+  __device__ __forceinline__ std::int32_t slot_of(std::int32_t token) const {
+    if (params.page_shift >= 0) return token >> params.page_shift;
+    return static_cast<std::int32_t>(static_cast<std::uint32_t>(token) /
+                                     static_cast<std::uint32_t>(call().cache.page_size));
+  }
+  // Of the token's K, in the unit's kv head; 0 where it counts as not listed.
+  __device__ __forceinline__ std::uint64_t address_of(std::int32_t token, Page page) const {
+    const PagedCache& cache = call().cache;
+    if (page.high != 0 || page.low >= static_cast<std::uint64_t>(cache.num_pages)) return 0;
+    const std::int32_t within = token - slot_of(token) * static_cast<std::int32_t>(cache.page_size);
+    return reinterpret_cast<std::uint64_t>(cache.k) +
+           2 * (unit.kv_head * cache.head_stride + page.low * cache.page_stride + within * cache.token_stride);
+  }
+
+  __device__ __forceinline__ void stream(const Source& source) {
+    constexpr std::int32_t kEntries = kBatch * kKeys;
+    const std::uint64_t from_k_to_v =
+        reinterpret_cast<std::uint64_t>(call().cache.v) - reinterpret_cast<std::uint64_t>(call().cache.k);
+    const std::int32_t mine = lane() / kTokens * kKeys + warp() * kTokens + lane() % kTokens;  // of a batch
+    std::int32_t token = token_of(source, entry(source, source.begin + mine));
+    Page page = page_of(token);
+    std::int32_t ahead = entry(source, source.begin + kEntries + mine);
+#pragma unroll 1
+    for (std::int32_t first = source.begin; first < source.end; first += kEntries) {
+      const std::uint64_t address = address_of(token, page);
+      std::uint32_t listed = 0;  // lane r's are row r's
+#pragma unroll 1
+      for (int row = 0; row < unit.group.rows; ++row) {
+        const std::uint32_t bits = __ballot_sync(0xffffffff, address != 0 && lists(source, token, row));
+        if (lane() == row) listed = bits;
+      }
+      token = token_of(source, ahead);
+      page = page_of(token);
+      ahead = entry(source, first + 2 * kEntries + mine);
+#pragma unroll 1
+      for (int tile = 0; tile < kBatch && first + tile * kKeys < source.end; ++tile) {
+        Barrier::wait(&shared.k_empty[k_ring.index()], k_ring.empty_parity());
+        if (lane() < unit.group.rows) {
+          using Bits = std::conditional_t<kTokens == 8, std::uint8_t, std::uint16_t>;
+          reinterpret_cast<Bits*>(shared.listed[k_ring.index()][lane()])[warp()] =
+              static_cast<Bits>(listed >> (tile * kTokens));
+        }
+        if (thread() == 0) shared.end[k_ring.index()] = 0;
+        copy(shared_address(shared.k[k_ring.index()]), address, 0, tile);
+        arrive_after_copies(&shared.k_full[k_ring.index()]);
+        __syncwarp();
+        if (lane() == 0) Barrier::arrive(&shared.k_full[k_ring.index()]);
+        k_ring.advance();
+        Barrier::wait(&shared.v_empty[v_ring.index()], v_ring.empty_parity());
+        copy(shared_address(shared.v[v_ring.index()]), address, from_k_to_v, tile);
+        arrive_after_copies(&shared.v_full[v_ring.index()]);
+        v_ring.advance();
+      }
+    }
+  }
+
+  // This warp's part of a tile of the batch, from `address` + `beyond` of each of its tokens.
+  __device__ __forceinline__ void copy(std::uint32_t to, std::uint64_t address, std::uint64_t beyond, int tile) const {
+    constexpr int kChunks = Traits::kHeadDim / 8;  // of 16 bytes in a token's row
+    constexpr int kAtOnce = 32 / kChunks;          // tokens that the warp copies at once
+    static_assert(kAtOnce <= 8 && kTokens % 8 == 0);
+    const int chunk = lane() % kChunks, token = lane() / kChunks;
+    to += chunk_offset<kKeys>(warp() * kTokens + token, chunk);
+    beyond += chunk * 16;
+#pragma unroll
+    for (int i = 0; i < kTokens; i += kAtOnce) {
+      const std::uint64_t from = __shfl_sync(0xffffffff, address, tile * kTokens + token + i);
+      copy_16((to ^ (i % 8 * 16)) + i * kBlockRowBytes, reinterpret_cast<const void*>(from + beyond), from != 0);
+    }
+  }
+};
+
+}  // namespace ragged_attention::sm90
