@@ -11,7 +11,7 @@
 
 namespace ragged_attention::sm90 {
 
-// Shared memory of a CTA at head dim 256: Q 32 KB, two stages of K and two of V 16 KB each, and the plan 14 KB: 110 of
+// Shared memory of a CTA at head dim 256: Q 32 KB, two stages of K and two of V 16 KB each, and the plan 12 KB: 111 of
 // the 113 KB that let two of them in. Registers a thread: 128 for O, kKeys / 2 for S, kKeys / 4 for P and about 40 more.
 template <int kHeadDim>
 struct QsaTile;
@@ -29,7 +29,7 @@ struct QsaTile<64> {
 };
 
 constexpr int kQsaStages = 2;
-constexpr int kQsaPlanBytes = 14 * 1024;
+constexpr int kQsaPlanBytes = 12 * 1024;
 
 // Sequences of at most this many rows in a call are short: each group of their rows is shared out to a cluster of
 // kQsaSplits CTAs. Longer ones have groups enough to fill the GPU, one CTA each.

@@ -20,7 +20,7 @@ struct QsaConsumer {
 
   const QsaHopperParams& params;
   QsaShared<Traits>& shared;
-  Ring<Traits::kStages> k_ring, v_ring;
+  std::uint32_t k_parity = 0, v_parity = 0;  // of the full barriers; a pass takes both stages the same number of times
   const QsaUnit& unit;
 
   int group_row[2];                          // of this thread's two rows of the product; -1: none
@@ -59,8 +59,7 @@ struct QsaConsumer {
       const int row = i / kChunks, chunk = i % kChunks;
       const std::int64_t from = (unit.group.begin + row / heads) * call().q_row_stride +
                                 (unit.kv_head * heads + row % heads) * call().q_head_stride + chunk * 8;
-      copy_16(shared_address(shared.q) + chunk_offset<64>(row, chunk), static_cast<const Element*>(call().q) + from,
-              true);
+      copy_16(shared_address(shared.q) + chunk_offset<64>(row, chunk), static_cast<const Element*>(call().q) + from);
     }
     asm volatile("cp.async.wait_all;" ::: "memory");
     cutlass::arch::fence_view_async_shared();
@@ -76,34 +75,12 @@ struct QsaConsumer {
     }
 #pragma unroll
     for (int i = 0; i < kHeadDim / 2; ++i) o(i) = 0.0f;
+    static_assert(Traits::kStages == 2);
 #pragma unroll 1
-    while (true) {
-      Barrier::wait(&shared.k_full[k_ring.index()], k_ring.full_parity());
-      if (shared.end[k_ring.index()] != 0) break;
-      cutlass::arch::fence_view_async_shared();
-      issue_scores();
-      wgmma_wait<0>();
-      pin(scores);
-      std::uint32_t listed[2][kMaskWords];
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-#pragma unroll
-        for (int w = 0; w < kMaskWords; ++w) {
-          listed[r][w] = group_row[r] < 0 ? 0 : shared.listed[k_ring.index()][group_row[r]][w];
-        }
-      }
-      release(shared.k_empty, k_ring);
-      update(listed);
-      Barrier::wait(&shared.v_full[v_ring.index()], v_ring.full_parity());
-      if constexpr (kCareful) add_special(listed);
-      cutlass::arch::fence_view_async_shared();
-      issue_output();
-      wgmma_wait<0>();
-      pin_output();
-      pin(probabilities);
-      release(shared.v_empty, v_ring);
+    while (step<0, kCareful>() && step<1, kCareful>()) {
+      k_parity ^= 1;
+      v_parity ^= 1;
     }
-    release(shared.k_empty, k_ring);
 #pragma unroll
     for (int r = 0; r < 2; ++r) sum[r] = quad_sum(sum[r]);
   }
@@ -162,29 +139,73 @@ struct QsaConsumer {
     for (auto& part : output) scale_rows(part, factor);
   }
 
-  template <typename Stages>
-  __device__ __forceinline__ void release(std::uint64_t* empty, Stages& ring) {
-    if (lane() == 0) Barrier::arrive(&empty[ring.index()]);
-    ring.advance();
+  // One tile; false where the pass has ended. The stage is a constant so that addresses are.
+  template <int kStage, bool kCareful>
+  __device__ __forceinline__ bool step() {
+    Barrier::wait(&shared.k_full[kStage], k_parity);
+    if (shared.end[kStage] != 0) {
+      // The other ring, or this one's other stage, is passed over (QsaProducer::end_pass).
+      release(shared.k_empty[kStage]);
+      if constexpr (kStage == 0) {
+        Barrier::wait(&shared.k_full[1], k_parity);
+        release(shared.k_empty[1]);
+      } else {
+        Barrier::wait(&shared.v_full[1], v_parity);
+        release(shared.v_empty[1]);
+        v_parity ^= 1;
+      }
+      k_parity ^= 1;
+      return false;
+    }
+    cutlass::arch::fence_view_async_shared();
+    issue_scores(shared.k[kStage]);
+    wgmma_wait<0>();
+    pin(scores);
+    std::uint32_t listed[2][kMaskWords];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+#pragma unroll
+      for (int w = 0; w < kMaskWords; ++w) {
+        listed[r][w] = group_row[r] < 0 ? 0 : shared.listed[kStage][group_row[r]][w];
+      }
+    }
+    release(shared.k_empty[kStage]);
+    update(listed);
+    Barrier::wait(&shared.v_full[kStage], v_parity);
+    if constexpr (kCareful) add_special(shared.v[kStage], listed);
+    cutlass::arch::fence_view_async_shared();
+    issue_output(shared.v[kStage]);
+    wgmma_wait<0>();
+    pin_output();
+    pin(probabilities);
+    release(shared.v_empty[kStage]);
+    return true;
   }
 
-  __device__ __forceinline__ void issue_scores() {
+  __device__ __forceinline__ void release(std::uint64_t& empty) {
+    __syncwarp();
+    if (lane() == 0) Barrier::arrive(&empty);
+  }
+
+  using KvStage = Element[Traits::kBlocks][kKeys][kBlockColumns];
+
+  __device__ __forceinline__ void issue_scores(const KvStage& stage) {
     const std::uint64_t q = descriptor_k_major(shared_address(shared.q));
-    const std::uint64_t k = descriptor_k_major(shared_address(shared.k[k_ring.index()]));
+    const std::uint64_t k = descriptor_k_major(shared_address(stage));
     pin(scores);
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < kHeadDim / 16; ++step) {
       const std::uint64_t in_block = descriptor_step(step % 4 * 32);
       wgmma_shared<Element, kKeys>(scores, q + in_block + step / 4 * descriptor_step(sizeof(shared.q[0])),
-                                   k + in_block + step / 4 * descriptor_step(sizeof(shared.k[0][0])), step > 0);
+                                   k + in_block + step / 4 * descriptor_step(sizeof(stage[0])), step > 0);
     }
     wgmma_commit();
     pin(scores);
   }
 
-  __device__ __forceinline__ void issue_output() {
-    const std::uint64_t v = descriptor_n_major(shared_address(shared.v[v_ring.index()]), sizeof(shared.v[0][0]));
+  __device__ __forceinline__ void issue_output(const KvStage& stage) {
+    const std::uint64_t v = descriptor_n_major(shared_address(stage), sizeof(stage[0]));
     pin_output();
     pin(probabilities);
     wgmma_fence();
@@ -192,10 +213,11 @@ struct QsaConsumer {
     for (int step = 0; step < kKeys / 16; ++step) {
 #pragma unroll
       for (int part = 0; part < kHeadDim / kColumns; ++part) {
-        wgmma_registers<Element, kColumns>(output[part], &probabilities[4 * step],
-                                           v + step * descriptor_step(16 * kBlockRowBytes) +
-                                               part * (kColumns / kBlockColumns) * descriptor_step(sizeof(shared.v[0][0])),
-                                           true);
+        wgmma_registers<Element, kColumns>(
+            output[part], &probabilities[4 * step],
+            v + step * descriptor_step(16 * kBlockRowBytes) +
+                part * (kColumns / kBlockColumns) * descriptor_step(sizeof(stage[0])),
+            true);
       }
     }
     wgmma_commit();
@@ -257,9 +279,9 @@ struct QsaConsumer {
     return (pair & kExponent) == kExponent || (pair >> 16 & kExponent) == kExponent;
   }
 
-  __device__ __forceinline__ void add_special(const std::uint32_t (&listed)[2][kMaskWords]) {
+  __device__ __forceinline__ void add_special(KvStage& stage, const std::uint32_t (&listed)[2][kMaskWords]) {
     constexpr int kChunks = kHeadDim / 8;
-    char* tile = reinterpret_cast<char*>(&shared.v[v_ring.index()]);
+    char* tile = reinterpret_cast<char*>(&stage);
     if (thread() < kMaskWords) shared.special[thread()] = 0;
     consumers_sync();
     for (int i = thread(); i < kKeys * kChunks; i += 128) {

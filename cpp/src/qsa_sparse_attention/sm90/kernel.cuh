@@ -49,6 +49,56 @@ __device__ __forceinline__ QsaUnit find_unit(const QsaHopperParams& params, std:
   return unit;
 }
 
+// By the lanes of a warp: into L2, each CTA of the cluster its part.
+template <typename Traits>
+__device__ __forceinline__ void fetch_ahead(const void* data, std::int64_t bytes) {
+  constexpr std::int64_t kLine = 128;
+  const std::int64_t rank = blockIdx.x % Traits::kSplits, lane = threadIdx.x % 32;
+  for (std::int64_t at = (rank + lane * Traits::kSplits) * kLine; at < bytes + kLine; at += 32 * Traits::kSplits * kLine) {
+    const char* line = static_cast<const char*>(data) + (at < bytes ? at : bytes - 1);
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(line));
+  }
+}
+
+// While the first warp looks for the CTA's first unit, one read after the other, three others guess which it is, and
+// fetch what will be read one after the other too: lengths and counts, lists, pages, queries.
+template <typename Traits>
+__device__ __forceinline__ void fetch_guess(const QsaHopperParams& params) {
+  const QsaParams& call = params.call.params;
+  const RowGroups<Traits::kShort> groups{call.rows, params.group_rows};
+  const std::int64_t number = blockIdx.x / Traits::kSplits;
+  const RowGroup group = groups.guess(groups.num_ids() - 1 - number / call.num_kv_heads);
+  if (group.rows == 0) return;
+  const std::int64_t sequence = group.segment - 1, heads = call.group();
+  const auto fetch_integer = [](const IntegerArray& array, std::int64_t i) {
+    const std::int64_t bytes = array.type == IntegerType::kI64 ? 8 : 4;
+    fetch_ahead<Traits>(static_cast<const char*>(array.data) + i * array.stride * bytes, bytes);
+  };
+  const int warp = static_cast<int>(threadIdx.x) / 32 % 4;
+  if (warp == 1) {
+    fetch_integer(call.cache_lengths, sequence);
+    for (int row = 0; row < group.rows; ++row) {
+      fetch_ahead<Traits>(call.counts + (group.begin + row) * call.counts_stride, 4);
+      fetch_ahead<Traits>(call.token_indices + (group.begin + row) * call.token_indices_row_stride,
+                          4 * call.selection_width);
+    }
+  } else if (warp == 2) {
+    const IntegerMatrix& table = call.cache.lookup_table;
+    const std::int64_t bytes = table.row0.type == IntegerType::kI64 ? 8 : 4;
+    if (table.row0.stride == 1) {
+      fetch_ahead<Traits>(static_cast<const char*>(table.row0.data) + sequence * table.row_stride * bytes,
+                          call.cache.max_pages * bytes);
+    }
+  } else {
+    for (int row = 0; row < group.rows * heads; ++row) {
+      const std::int64_t head = number % call.num_kv_heads * heads + row % heads;
+      fetch_ahead<Traits>(static_cast<const char*>(call.q) +
+                              2 * ((group.begin + row / heads) * call.q_row_stride + head * call.q_head_stride),
+                          2 * Traits::kHeadDim);
+    }
+  }
+}
+
 // The next of this CTA's units that has rows. By all lanes of a warp.
 template <typename Traits>
 __device__ __forceinline__ QsaUnit scan_units(const QsaHopperParams& params, std::int64_t* to_look_at) {
@@ -96,27 +146,28 @@ __device__ __forceinline__ void merge(const QsaHopperParams& params, QsaShared<T
   const int begin = fours * rank / Traits::kSplits, end = fours * (rank + 1) / Traits::kSplits;
   for (int i = begin + static_cast<int>(threadIdx.x); i < end; i += 128) {
     const int row = i / kFours, column = i % kFours * 4;
-    float maxima[Traits::kSplits];
-    float largest = -INFINITY;
+    float maxima[Traits::kSplits], sums[Traits::kSplits];
+    float4 parts[Traits::kSplits];
 #pragma unroll
     for (int split = 0; split < Traits::kSplits; ++split) {
       maxima[split] = *cluster.map_shared_rank(shared.partial_maximum() + row, split);
-      largest = fmaxf(largest, maxima[split]);
+      sums[split] = *cluster.map_shared_rank(shared.partial_sum() + row, split);
+      parts[split] = *reinterpret_cast<const float4*>(cluster.map_shared_rank(
+          shared.partial_output() + row * QsaShared<Traits>::kPartialStride + column, split));
     }
-    float total = 0.0f;
+    float largest = -INFINITY, total = 0.0f;
+#pragma unroll
+    for (int split = 0; split < Traits::kSplits; ++split) largest = fmaxf(largest, maxima[split]);
     float4 result = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll
     for (int split = 0; split < Traits::kSplits; ++split) {
       // Two that are equal may both be -inf or inf.
       const float weight = maxima[split] == largest ? 1.0f : exp2_approximate(maxima[split] - largest);
-      const float sum = *cluster.map_shared_rank(shared.partial_sum() + row, split);
-      const float4 part = *reinterpret_cast<const float4*>(cluster.map_shared_rank(
-          shared.partial_output() + row * QsaShared<Traits>::kPartialStride + column, split));
-      total = __fmaf_rn(weight, sum, total);
-      result.x = __fmaf_rn(weight, part.x, result.x);
-      result.y = __fmaf_rn(weight, part.y, result.y);
-      result.z = __fmaf_rn(weight, part.z, result.z);
-      result.w = __fmaf_rn(weight, part.w, result.w);
+      total = __fmaf_rn(weight, sums[split], total);
+      result.x = __fmaf_rn(weight, parts[split].x, result.x);
+      result.y = __fmaf_rn(weight, parts[split].y, result.y);
+      result.z = __fmaf_rn(weight, parts[split].z, result.z);
+      result.w = __fmaf_rn(weight, parts[split].w, result.w);
     }
     const float inverse = total == 0.0f ? 0.0f : 1.0f / total;
     const std::int64_t q_row = unit.group.begin + row / heads;
@@ -160,6 +211,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 2)
   const int rank = static_cast<int>(blockIdx.x) % Traits::kSplits;
   Ring<1> verdicts;
   if (threadIdx.x >= 128) {
+    if (Traits::kShort && threadIdx.x >= 160) fetch_guess<Traits>(params);
     cutlass::arch::warpgroup_reg_dealloc<Traits::kProducerRegisters>();
     QsaProducer<Traits> producer(params, shared, rank);
 #pragma unroll 1

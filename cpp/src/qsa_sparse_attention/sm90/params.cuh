@@ -53,6 +53,7 @@ struct QsaShared {
   alignas(1024) Element k[Traits::kStages][Traits::kBlocks][Traits::kKeys][kBlockColumns];
   alignas(1024) Element v[Traits::kStages][Traits::kBlocks][Traits::kKeys][kBlockColumns];
   alignas(16) unsigned char plan[kQsaPlanBytes];
+  const char* source[2][Traits::kProducerWarps][32];  // where the tokens of a warp's batch lie, K and V
   QsaUnit unit[2];              // that a role is at; registers are short
   std::int64_t next_unit[2];    // to look at
   // With K: which of the tile's tokens each row of the group lists; or that the pass has ended.
@@ -85,10 +86,12 @@ enum QsaBarrier : std::uint32_t { kProducers = 1, kQsaConsumers = 2 };
 __device__ __forceinline__ void producers_sync() { cutlass::arch::NamedBarrier::sync(128, kProducers); }
 __device__ __forceinline__ void consumers_sync() { cutlass::arch::NamedBarrier::sync(128, kQsaConsumers); }
 
-// 16 bytes to shared memory, or zeros.
-__device__ __forceinline__ void copy_16(std::uint32_t to, const void* from, bool valid) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0) : "memory");
+// 16 bytes to shared memory.
+__device__ __forceinline__ void copy_16(std::uint32_t to, const void* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
+
+static __device__ const uint4 kZeroRow[32] = {};  // a token's, of the largest head dim
 
 // The barrier counts this thread's arrival once all its copies so far are there.
 __device__ __forceinline__ void arrive_after_copies(std::uint64_t* barrier) {

@@ -70,16 +70,31 @@ struct QsaProducer {
       if (unit.group.rows > 1) producers_sync();  // the plan has been read
       base = next;
     }
+    end_pass();
+  }
+
+ private:
+  // Says so with a stage of K; and passes over what is left of both rings, so that the next pass starts with their first
+  // stages.
+  __device__ __forceinline__ void end_pass() {
     Barrier::wait(&shared.k_empty[k_ring.index()], k_ring.empty_parity());
-    if (lane() == 0) {
-      shared.end[k_ring.index()] = 1;
-      Barrier::arrive(&shared.k_full[k_ring.index()]);
+    if (lane() == 0) shared.end[k_ring.index()] = 1;
+    pass_over_k();
+    if (k_ring.index() != 0) {
+      pass_over_k();
+    } else {
+      Barrier::wait(&shared.v_empty[v_ring.index()], v_ring.empty_parity());
+      Barrier::arrive(&shared.v_full[v_ring.index()]);
+      v_ring.advance();
     }
+  }
+  __device__ __forceinline__ void pass_over_k() {
+    Barrier::wait(&shared.k_empty[k_ring.index()], k_ring.empty_parity());
+    if (lane() == 0) Barrier::arrive(&shared.k_full[k_ring.index()]);
     Barrier::arrive(&shared.k_full[k_ring.index()]);
     k_ring.advance();
   }
 
- private:
   // What is gathered: the plan of a window, or what a row lists of it.
   static constexpr int kPlanned = -1;
   struct Source {
@@ -244,30 +259,33 @@ struct QsaProducer {
     return static_cast<std::int32_t>(static_cast<std::uint32_t>(token) /
                                      static_cast<std::uint32_t>(call().cache.page_size));
   }
-  // Of the token's K, in the unit's kv head; 0 where it counts as not listed.
-  __device__ __forceinline__ std::uint64_t address_of(std::int32_t token, Page page) const {
+  __device__ __forceinline__ bool exists(Page page) const {
+    return page.high == 0 && page.low < static_cast<std::uint64_t>(call().cache.num_pages);
+  }
+  // In bytes, from the first of head 0 on.
+  __device__ __forceinline__ std::int64_t offset_of(std::int32_t token, Page page) const {
     const PagedCache& cache = call().cache;
-    if (page.high != 0 || page.low >= static_cast<std::uint64_t>(cache.num_pages)) return 0;
     const std::int32_t within = token - slot_of(token) * static_cast<std::int32_t>(cache.page_size);
-    return reinterpret_cast<std::uint64_t>(cache.k) +
-           2 * (unit.kv_head * cache.head_stride + page.low * cache.page_stride + within * cache.token_stride);
+    return 2 * (unit.kv_head * cache.head_stride + page.low * cache.page_stride + within * cache.token_stride);
   }
 
   __device__ __forceinline__ void stream(const Source& source) {
     constexpr std::int32_t kEntries = kBatch * kKeys;
-    const std::uint64_t from_k_to_v =
-        reinterpret_cast<std::uint64_t>(call().cache.v) - reinterpret_cast<std::uint64_t>(call().cache.k);
     const std::int32_t mine = lane() / kTokens * kKeys + warp() * kTokens + lane() % kTokens;  // of a batch
     std::int32_t token = token_of(source, entry(source, source.begin + mine));
     Page page = page_of(token);
     std::int32_t ahead = entry(source, source.begin + kEntries + mine);
 #pragma unroll 1
     for (std::int32_t first = source.begin; first < source.end; first += kEntries) {
-      const std::uint64_t address = address_of(token, page);
+      const bool valid = exists(page);
+      const std::int64_t offset = offset_of(token, page);
+      __syncwarp();  // the last batch's have been read
+      shared.source[0][warp()][lane()] = valid ? static_cast<const char*>(call().cache.k) + offset : zeros();
+      shared.source[1][warp()][lane()] = valid ? static_cast<const char*>(call().cache.v) + offset : zeros();
       std::uint32_t listed = 0;  // lane r's are row r's
 #pragma unroll 1
       for (int row = 0; row < unit.group.rows; ++row) {
-        const std::uint32_t bits = __ballot_sync(0xffffffff, address != 0 && lists(source, token, row));
+        const std::uint32_t bits = __ballot_sync(0xffffffff, valid && lists(source, token, row));
         if (lane() == row) listed = bits;
       }
       token = token_of(source, ahead);
@@ -282,33 +300,43 @@ struct QsaProducer {
               static_cast<Bits>(listed >> (tile * kTokens));
         }
         if (thread() == 0) shared.end[k_ring.index()] = 0;
-        copy(shared_address(shared.k[k_ring.index()]), address, 0, tile);
+        copy(shared_address(shared.k[k_ring.index()]), shared.source[0][warp()] + tile * kTokens);
         arrive_after_copies(&shared.k_full[k_ring.index()]);
         __syncwarp();
         if (lane() == 0) Barrier::arrive(&shared.k_full[k_ring.index()]);
         k_ring.advance();
         Barrier::wait(&shared.v_empty[v_ring.index()], v_ring.empty_parity());
-        copy(shared_address(shared.v[v_ring.index()]), address, from_k_to_v, tile);
+        copy(shared_address(shared.v[v_ring.index()]), shared.source[1][warp()] + tile * kTokens);
         arrive_after_copies(&shared.v_full[v_ring.index()]);
         v_ring.advance();
       }
     }
   }
 
-  // This warp's part of a tile of the batch, from `address` + `beyond` of each of its tokens.
-  __device__ __forceinline__ void copy(std::uint32_t to, std::uint64_t address, std::uint64_t beyond, int tile) const {
+  // This warp's part of a tile.
+  __device__ __forceinline__ void copy(std::uint32_t to, const char* const* sources) const {
     constexpr int kChunks = Traits::kHeadDim / 8;  // of 16 bytes in a token's row
     constexpr int kAtOnce = 32 / kChunks;          // tokens that the warp copies at once
-    static_assert(kAtOnce <= 8 && kTokens % 8 == 0);
+    static_assert(kAtOnce <= 8 && kTokens % (4 * kAtOnce) == 0);
     const int chunk = lane() % kChunks, token = lane() / kChunks;
     to += chunk_offset<kKeys>(warp() * kTokens + token, chunk);
-    beyond += chunk * 16;
+    sources += token;
+    // Addresses first: a read of shared memory between two copies would hold up the second.
+    constexpr int kRun = 4 * kAtOnce;
 #pragma unroll
-    for (int i = 0; i < kTokens; i += kAtOnce) {
-      const std::uint64_t from = __shfl_sync(0xffffffff, address, tile * kTokens + token + i);
-      copy_16((to ^ (i % 8 * 16)) + i * kBlockRowBytes, reinterpret_cast<const void*>(from + beyond), from != 0);
+    for (int first = 0; first < kTokens; first += kRun) {
+      const char* from[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) from[i] = sources[first + i * kAtOnce] + chunk * 16;
+#pragma unroll
+      for (int i = first; i < first + kRun; i += kAtOnce) {
+        copy_16((to ^ (i % 8 * 16)) + i * kBlockRowBytes, from[(i - first) / kAtOnce]);
+      }
     }
   }
+
+  // What is gathered in the place of a token that does not exist.
+  __device__ __forceinline__ static const char* zeros() { return reinterpret_cast<const char*>(kZeroRow); }
 };
 
 }  // namespace ragged_attention::sm90
