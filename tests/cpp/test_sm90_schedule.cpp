@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "common/cuda/sm90/ragged_coordinates.h"
+#include "common/cuda/sm90/warp_search.h"
 #include "masks.h"
 #include "ragged_flash_attention/sm90/schedule.h"
 

@@ -34,7 +34,7 @@ constexpr int kQsaPlanBytes = 12 * 1024;
 // Sequences of at most this many rows in a call are short: each group of their rows is shared out to a cluster of
 // kQsaSplits CTAs. Longer ones have groups enough to fill the GPU, one CTA each.
 constexpr std::int64_t kQsaShortRows = 128;
-constexpr int kQsaSplits = 16;
+constexpr int kQsaSplits = 8;
 
 // Neighbouring rows that share what they gather: as many as fit 64 rows of a product, up to 10.
 constexpr int kQsaMaxGroupRows = 10;

@@ -61,6 +61,9 @@ struct QsaConsumer {
                                 (unit.kv_head * heads + row % heads) * call().q_head_stride + chunk * 8;
       copy_16(shared_address(shared.q) + chunk_offset<64>(row, chunk), static_cast<const Element*>(call().q) + from);
     }
+  }
+
+  __device__ __forceinline__ void wait_for_q() {
     asm volatile("cp.async.wait_all;" ::: "memory");
     cutlass::arch::fence_view_async_shared();
     consumers_sync();

@@ -216,17 +216,14 @@ __global__ void __launch_bounds__(Traits::kThreads, 2)
     QsaProducer<Traits> producer(params, shared, rank);
 #pragma unroll 1
     while (next_unit(params, shared, kProduces)) {
-      bool again, second = false;
+      bool again = false;
 #pragma unroll 1
       do {
-        producer.pass();
-        again = false;
-        if (!second && producer.unit.group.rows > 1) {
-          Barrier::wait(&shared.verdict, verdicts.full_parity());
-          again = shared.bad_verdict == static_cast<std::int32_t>(verdicts.position);
-          verdicts.advance();
-        }
-        second = again;
+        producer.pass(again);
+        if (again || producer.unit.group.rows == 1) break;
+        Barrier::wait(&shared.verdict, verdicts.full_parity());
+        again = shared.bad_verdict == static_cast<std::int32_t>(verdicts.position);
+        verdicts.advance();
       } while (again);
       cluster_sync<Traits>();  // partial results are there
       cluster_sync<Traits>();  // and have been read
@@ -237,6 +234,11 @@ __global__ void __launch_bounds__(Traits::kThreads, 2)
 #pragma unroll 1
     while (next_unit(params, shared, kConsumes)) {
       consumer.start();
+      if (consumer.unit.needs_plan()) {
+        QsaPlanner<Traits, 256>{params, shared, consumer.unit, {rank}, static_cast<int>(threadIdx.x) + 128}.mark(
+            0, plan_words(consumer.unit.group.rows));
+      }
+      consumer.wait_for_q();
       consumer.template pass<false>();
       if (consumer.unit.group.rows > 1) {
         const bool bad = __any_sync(0xffffffff, consumer.special());

@@ -40,6 +40,8 @@ struct QsaUnit {
   std::int32_t kv_head = 0;
   std::int32_t length = 0;  // tokens that its rows may name
   std::int64_t sequence = 0;
+
+  __device__ __forceinline__ bool needs_plan() const { return group.owned && group.rows > 1; }
 };
 
 // Of a CTA.
@@ -81,14 +83,16 @@ struct QsaShared {
 };
 
 // Of bar.sync; 0 is all threads'.
-enum QsaBarrier : std::uint32_t { kProducers = 1, kQsaConsumers = 2 };
+enum QsaBarrier : std::uint32_t { kProducers = 1, kQsaConsumers = 2, kPlanners = 3 };
 
 __device__ __forceinline__ void producers_sync() { cutlass::arch::NamedBarrier::sync(128, kProducers); }
 __device__ __forceinline__ void consumers_sync() { cutlass::arch::NamedBarrier::sync(128, kQsaConsumers); }
 
-// 16 bytes to shared memory.
+// 16 bytes to shared memory, from `from` + kFrom to `to` + kTo.
+template <int kTo = 0, int kFrom = 0>
 __device__ __forceinline__ void copy_16(std::uint32_t to, const void* from) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+  asm volatile("cp.async.cg.shared.global [%0 + %2], [%1 + %3], 16;" ::"r"(to), "l"(from), "n"(kTo), "n"(kFrom)
+               : "memory");
 }
 
 static __device__ const uint4 kZeroRow[32] = {};  // a token's, of the largest head dim
@@ -96,13 +100,6 @@ static __device__ const uint4 kZeroRow[32] = {};  // a token's, of the largest h
 // The barrier counts this thread's arrival once all its copies so far are there.
 __device__ __forceinline__ void arrive_after_copies(std::uint64_t* barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
-}
-
-// Byte offset of a 16-byte chunk of a row in a tile of `rows` rows.
-template <int kRows>
-__device__ __forceinline__ std::uint32_t chunk_offset(int row, int chunk) {
-  return static_cast<std::uint32_t>(chunk / 8 * (kRows * kBlockRowBytes) + row * kBlockRowBytes +
-                                    ((chunk ^ row) % 8) * 16);
 }
 
 }  // namespace ragged_attention::sm90

@@ -33,22 +33,32 @@ RAGGED_ATTENTION_HOST_DEVICE std::int32_t list_share(std::int32_t count, std::in
   return static_cast<std::int32_t>(std::int64_t{count} * rank / splits);
 }
 
+// A plan in its memory.
+struct Plan {
+  std::uint32_t* rows;    // [rows][words]
+  std::uint32_t* any;     // [words]
+  std::uint16_t* before;  // [words]
+};
+RAGGED_ATTENTION_HOST_DEVICE Plan plan_in(void* memory, std::int32_t rows, std::int32_t words) {
+  auto* masks = static_cast<std::uint32_t*>(memory);
+  return {masks, masks + rows * words, reinterpret_cast<std::uint16_t*>(masks + (rows + 1) * words)};
+}
+
 // Words of 32 tokens in a window of a group's plan, within kQsaPlanBytes: a word for each row, one for the union, and 2
 // bytes for its rank.
 RAGGED_ATTENTION_HOST_DEVICE std::int32_t plan_words(std::int32_t rows) {
   return kQsaPlanBytes / (4 * (rows + 1) + 2) / 4 * 4 - 4;
 }
 
-// The last of `words` words (at least 1) before which at most `rank` tokens lie.
-RAGGED_ATTENTION_HOST_DEVICE std::int32_t word_of_rank(const std::uint16_t* before, std::int32_t words,
-                                                       std::int32_t rank) {
-  std::int32_t low = 0;
+// The last of the `words` words (at least 1) from `first` on before which at most `rank` tokens lie.
+RAGGED_ATTENTION_HOST_DEVICE std::int32_t word_of_rank(const std::uint16_t* before, std::int32_t first,
+                                                       std::int32_t words, std::int32_t rank) {
   for (std::int32_t left = words; left > 1;) {
     const std::int32_t half = left / 2;
-    if (before[low + half] <= rank) low += half;
+    if (before[first + half] <= rank) first += half;
     left -= half;
   }
-  return low;
+  return first;
 }
 
 RAGGED_ATTENTION_HOST_DEVICE std::int32_t population(std::uint32_t word) {
@@ -62,7 +72,6 @@ RAGGED_ATTENTION_HOST_DEVICE std::int32_t population(std::uint32_t word) {
 // Place of the n-th set bit, from 0; n is under population(word).
 RAGGED_ATTENTION_HOST_DEVICE std::int32_t nth_bit(std::uint32_t word, std::int32_t n) {
   std::int32_t place = 0;
-#pragma unroll
   for (std::int32_t width = 16; width > 0; width /= 2) {
     const std::int32_t below = population(word >> place & ((1u << width) - 1));
     if (n >= below) {

@@ -10,11 +10,73 @@
 // threads whose copies have landed.
 #pragma once
 
+#include <cstddef>
 #include <type_traits>
+#include <utility>
 
 #include "qsa_sparse_attention/sm90/params.cuh"
 
 namespace ragged_attention::sm90 {
+
+// Marks what the rows of a unit list of a window, by kThreads threads.
+template <typename Traits, int kThreads>
+struct QsaPlanner {
+  static constexpr std::int32_t kNothingBeyond = 0x7fffffff;
+
+  const QsaHopperParams& params;
+  QsaShared<Traits>& shared;
+  const QsaUnit& unit;
+  ContextShare<Traits::kSplits> share;
+  int thread;
+
+  __device__ __forceinline__ static void sync() {
+    cutlass::arch::NamedBarrier::sync(kThreads, kThreads == 256 ? kPlanners : kProducers);
+  }
+
+  // Of the tokens whose local numbers lie in the 32 * words from `base` on. When all have called it, shared.beyond is
+  // the first local number after the window that is listed, and shared.duplicate whether a row lists one twice.
+  __device__ __forceinline__ void mark(std::int32_t base, std::int32_t words) {
+    const QsaParams& call = params.call.params;
+    std::uint32_t* masks = plan_in(shared.plan, unit.group.rows, words).rows;
+    for (std::int32_t i = thread; i < unit.group.rows * words; i += kThreads) masks[i] = 0;
+    if (thread == 0) {
+      shared.beyond = kNothingBeyond;
+      shared.duplicate = 0;
+    }
+    sync();
+    constexpr int kAtOnce = 8;  // loads in flight
+    const auto places = static_cast<std::uint32_t>(32 * words), length = static_cast<std::uint32_t>(unit.length);
+    std::int32_t beyond = kNothingBeyond;
+    bool duplicate = false;
+#pragma unroll 1
+    for (int row = 0; row < unit.group.rows; ++row) {
+      const auto count = static_cast<std::int32_t>(call.count(unit.group.begin + row));
+      const std::int32_t* list = call.token_indices + (unit.group.begin + row) * call.token_indices_row_stride;
+      std::uint32_t* mine = masks + row * words;
+#pragma unroll 1
+      for (std::int32_t i = thread; i < count; i += kAtOnce * kThreads) {
+        std::int32_t tokens[kAtOnce];
+#pragma unroll
+        for (int j = 0; j < kAtOnce; ++j) tokens[j] = i + j * kThreads < count ? list[i + j * kThreads] : -1;
+#pragma unroll
+        for (int j = 0; j < kAtOnce; ++j) {
+          if (static_cast<std::uint32_t>(tokens[j]) >= length || !share.owns(tokens[j])) continue;
+          const std::int32_t place = share.local(tokens[j]) - base;
+          if (static_cast<std::uint32_t>(place) < places) {
+            const std::uint32_t bit = 1u << place % 32;
+            duplicate |= (atomicOr(&mine[static_cast<std::uint32_t>(place) / 32], bit) & bit) != 0;
+          } else if (place > 0) {
+            beyond = min(beyond, place + base);
+          }
+        }
+      }
+    }
+    beyond = __reduce_min_sync(0xffffffff, beyond);
+    if (thread % 32 == 0 && beyond != kNothingBeyond) atomicMin(&shared.beyond, beyond);
+    if (duplicate) shared.duplicate = 1;
+    sync();
+  }
+};
 
 template <typename Traits>
 struct QsaProducer {
@@ -30,6 +92,7 @@ struct QsaProducer {
   const QsaUnit& unit;
   ContextShare<Traits::kSplits> share;  // of this CTA
   Ring<kStages> k_ring, v_ring;
+  std::int32_t first_word = 0;  // of the plan, with the first entry of the batch looked up last
 
   __device__ __forceinline__ QsaProducer(const QsaHopperParams& params_, QsaShared<Traits>& shared_, int rank)
       : params(params_), shared(shared_), unit(shared_.unit[kProduces]), share{rank} {}
@@ -40,9 +103,10 @@ struct QsaProducer {
   __device__ __forceinline__ const QsaParams& call() const { return params.call.params; }
 
   // Everything that the unit's rows list, once.
-  __device__ __forceinline__ void pass() {
+  __device__ __forceinline__ void pass(bool again) {
     const std::int32_t words = plan_words(unit.group.rows);
     std::int32_t base = unit.group.owned ? 0 : kNothingBeyond;
+    if (!again && unit.needs_plan()) QsaPlanner<Traits, 256>{params, shared, unit, share, thread()}.mark(base, words);
 #pragma unroll 1
     while (base != kNothingBeyond) {
       std::int32_t next = kNothingBeyond;
@@ -50,7 +114,8 @@ struct QsaProducer {
       int row = 0, rows = unit.group.rows;
       std::int32_t planned = 0;
       if (rows > 1) {
-        next = make_plan(base, words, &planned);
+        if (again || base != 0) QsaPlanner<Traits, kThreads>{params, shared, unit, share, thread()}.mark(base, words);
+        next = make_plan(words, &planned);
         if (planned >= 0) rows = 1;
       }
 #pragma unroll 1
@@ -103,25 +168,42 @@ struct QsaProducer {
     std::int32_t begin, end;  // entries
   };
 
-  // Entry i as it comes, perhaps still on its way; and the token that it is then, or kNone.
-  __device__ __forceinline__ std::int32_t entry(const Source& source, std::int32_t i) const {
-    if (i >= source.end) return kNone;
-    if (source.row != kPlanned) return list_of(source.row)[i];
+  // Entry i of the batch that starts at `first`: of a plan, the place in its window; of a list, as it comes, perhaps still
+  // on its way.
+  __device__ __forceinline__ std::int32_t entry(const Source& source, std::int32_t first, std::int32_t i) {
+    if (first >= source.end) return kNone;
+    if (source.row != kPlanned) return i < source.end ? list_of(source.row)[i] : kNone;
     const Plan plan = this->plan(source.words);
-    const std::int32_t word = word_of_rank(plan.before, source.words, i);
-    return share.token(source.base + 32 * word + nth_bit(plan.any[word], i - plan.before[word]));
+    const std::int32_t rank = min(i, source.end - 1);
+    constexpr std::int32_t kNear = 64;  // words that a batch seldom goes beyond
+    const std::int32_t left = source.words - first_word;
+    const bool near = left > kNear && plan.before[first_word + kNear] > first + kBatch * kKeys;
+    const std::int32_t word = word_of_rank(plan.before, first_word, near ? kNear : left, rank);
+    first_word = __shfl_sync(0xffffffff, word, 0);
+    return i < source.end ? 32 * word + nth_bit(plan.any[word], rank - plan.before[word]) : kNone;
   }
   __device__ __forceinline__ std::int32_t token_of(const Source& source, std::int32_t entry) const {
+    if (source.row == kPlanned) return entry == kNone ? kNone : share.token(source.base + entry);
     const std::int32_t token = in_sequence(entry);
-    if (source.row == kPlanned || unit.group.rows == 1 || token == kNone) return token;
+    if (unit.group.rows == 1 || token == kNone) return token;
     const std::int32_t place = share.local(token) - source.base;
     return share.owns(token) && place >= 0 && place < 32 * source.words ? token : kNone;
   }
 
-  __device__ __forceinline__ bool lists(const Source& source, std::int32_t token, int row) const {
-    if (source.row != kPlanned) return row == source.row;
-    const std::int32_t place = share.local(token) - source.base;
-    return (plan(source.words).rows[row * source.words + place / 32] >> (place % 32) & 1) != 0;
+  // Which lanes' entries each row lists: lane r gets row r's.
+  __device__ __forceinline__ std::uint32_t lists(const Source& source, std::int32_t entry, bool valid) const {
+    if (source.row != kPlanned) {
+      const std::uint32_t all = __ballot_sync(0xffffffff, valid);
+      return lane() == source.row ? all : 0;
+    }
+    const std::uint32_t* word = plan(source.words).rows + (valid ? entry / 32 : 0);
+    std::uint32_t result = 0;
+#pragma unroll 5
+    for (int row = 0; row < unit.group.rows; ++row) {
+      const std::uint32_t bits = __ballot_sync(0xffffffff, valid && (word[row * source.words] >> (entry % 32) & 1) != 0);
+      if (lane() == row) result = bits;
+    }
+    return result;
   }
 
   __device__ __forceinline__ std::int32_t count_of(int row) const {
@@ -136,68 +218,16 @@ struct QsaProducer {
 
   // --- The plan
 
-  struct Plan {
-    std::uint32_t* rows;    // [rows][words]
-    std::uint32_t* any;     // [words]
-    std::uint16_t* before;  // [words]
-  };
-  __device__ __forceinline__ Plan plan(std::int32_t words) const {
-    auto* rows = reinterpret_cast<std::uint32_t*>(shared.plan);
-    std::uint32_t* any = rows + unit.group.rows * words;
-    return {rows, any, reinterpret_cast<std::uint16_t*>(any + words)};
-  }
+  __device__ __forceinline__ Plan plan(std::int32_t words) const { return plan_in(shared.plan, unit.group.rows, words); }
 
-  // Of the tokens whose local numbers lie in the 32 * words from `base` on: `tokens` of them are listed, or under 0 if a
-  // row lists one of them twice. Returns where the next window starts.
-  __device__ __forceinline__ std::int32_t make_plan(std::int32_t base, std::int32_t words, std::int32_t* tokens) {
-    const Plan plan = this->plan(words);
-    for (std::int32_t i = thread(); i < unit.group.rows * words; i += kThreads) plan.rows[i] = 0;
-    if (thread() == 0) {
-      shared.beyond = kNothingBeyond;
-      shared.duplicate = 0;
-    }
-    producers_sync();
-    mark_lists(base, words, plan);
-    producers_sync();
+  // From the marks: `tokens` are listed, or under 0 if a row lists one of them twice. Returns where the next window
+  // starts.
+  __device__ __forceinline__ std::int32_t make_plan(std::int32_t words, std::int32_t* tokens) {
     const std::int32_t beyond = shared.beyond;
     const bool duplicate = shared.duplicate != 0;
-    *tokens = rank_words(words, plan);  // and everybody has read `beyond`
+    *tokens = rank_words(words, plan(words));  // and everybody has read `beyond`
     if (duplicate) *tokens = -1;
     return beyond == kNothingBeyond ? beyond : beyond / 32 * 32;
-  }
-
-  __device__ __forceinline__ void mark_lists(std::int32_t base, std::int32_t words, const Plan& plan) {
-    constexpr int kAtOnce = 8;  // loads in flight
-    std::int32_t beyond = kNothingBeyond;
-    bool duplicate = false;
-#pragma unroll 1
-    for (int row = 0; row < unit.group.rows; ++row) {
-      const std::int32_t count = count_of(row);
-      const std::int32_t* list = list_of(row);
-#pragma unroll 1
-      for (std::int32_t i = thread(); i < count; i += kAtOnce * kThreads) {
-        std::int32_t tokens[kAtOnce];
-#pragma unroll
-        for (int j = 0; j < kAtOnce; ++j) {
-          tokens[j] = i + j * kThreads < count ? list[i + j * kThreads] : kNone;
-        }
-#pragma unroll
-        for (int j = 0; j < kAtOnce; ++j) {
-          if (in_sequence(tokens[j]) == kNone || !share.owns(tokens[j])) continue;
-          const std::int32_t place = share.local(tokens[j]) - base;
-          if (place < 0) continue;
-          if (place >= 32 * words) {
-            beyond = min(beyond, place + base);
-          } else {
-            const std::uint32_t bit = 1u << place % 32;
-            duplicate |= (atomicOr(&plan.rows[row * words + place / 32], bit) & bit) != 0;
-          }
-        }
-      }
-    }
-    beyond = __reduce_min_sync(0xffffffff, beyond);
-    if (lane() == 0 && beyond != kNothingBeyond) atomicMin(&shared.beyond, beyond);
-    if (duplicate) shared.duplicate = 1;
   }
 
   // Fills `any` and `before`; returns the number of tokens. Each thread has a run of words.
@@ -272,9 +302,11 @@ struct QsaProducer {
   __device__ __forceinline__ void stream(const Source& source) {
     constexpr std::int32_t kEntries = kBatch * kKeys;
     const std::int32_t mine = lane() / kTokens * kKeys + warp() * kTokens + lane() % kTokens;  // of a batch
-    std::int32_t token = token_of(source, entry(source, source.begin + mine));
+    first_word = 0;
+    std::int32_t now = entry(source, source.begin, source.begin + mine);
+    std::int32_t token = token_of(source, now);
     Page page = page_of(token);
-    std::int32_t ahead = entry(source, source.begin + kEntries + mine);
+    std::int32_t ahead = entry(source, source.begin + kEntries, source.begin + kEntries + mine);
 #pragma unroll 1
     for (std::int32_t first = source.begin; first < source.end; first += kEntries) {
       const bool valid = exists(page);
@@ -282,15 +314,12 @@ struct QsaProducer {
       __syncwarp();  // the last batch's have been read
       shared.source[0][warp()][lane()] = valid ? static_cast<const char*>(call().cache.k) + offset : zeros();
       shared.source[1][warp()][lane()] = valid ? static_cast<const char*>(call().cache.v) + offset : zeros();
-      std::uint32_t listed = 0;  // lane r's are row r's
-#pragma unroll 1
-      for (int row = 0; row < unit.group.rows; ++row) {
-        const std::uint32_t bits = __ballot_sync(0xffffffff, valid && lists(source, token, row));
-        if (lane() == row) listed = bits;
-      }
-      token = token_of(source, ahead);
+      const std::uint32_t listed = lists(source, now, valid);  // lane r's are row r's
+      __syncwarp();
+      now = ahead;
+      token = token_of(source, now);
       page = page_of(token);
-      ahead = entry(source, first + 2 * kEntries + mine);
+      ahead = entry(source, first + 2 * kEntries, first + 2 * kEntries + mine);
 #pragma unroll 1
       for (int tile = 0; tile < kBatch && first + tile * kKeys < source.end; ++tile) {
         Barrier::wait(&shared.k_empty[k_ring.index()], k_ring.empty_parity());
@@ -313,26 +342,28 @@ struct QsaProducer {
     }
   }
 
-  // This warp's part of a tile.
+  // This warp's part of a tile: eight lanes side by side copy 128 bytes of a token, the warp those of four tokens.
   __device__ __forceinline__ void copy(std::uint32_t to, const char* const* sources) const {
-    constexpr int kChunks = Traits::kHeadDim / 8;  // of 16 bytes in a token's row
-    constexpr int kAtOnce = 32 / kChunks;          // tokens that the warp copies at once
-    static_assert(kAtOnce <= 8 && kTokens % (4 * kAtOnce) == 0);
-    const int chunk = lane() % kChunks, token = lane() / kChunks;
+    const int token = lane() / 8, chunk = lane() % 8;
+    const char* from[kTokens / 4];
+#pragma unroll
+    for (int i = 0; i < kTokens / 4; ++i) from[i] = sources[4 * i + token] + chunk * 16;
     to += chunk_offset<kKeys>(warp() * kTokens + token, chunk);
-    sources += token;
-    // Addresses first: a read of shared memory between two copies would hold up the second.
-    constexpr int kRun = 4 * kAtOnce;
-#pragma unroll
-    for (int first = 0; first < kTokens; first += kRun) {
-      const char* from[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) from[i] = sources[first + i * kAtOnce] + chunk * 16;
-#pragma unroll
-      for (int i = first; i < first + kRun; i += kAtOnce) {
-        copy_16((to ^ (i % 8 * 16)) + i * kBlockRowBytes, from[(i - first) / kAtOnce]);
-      }
-    }
+    copy_rows(to, rows_down(to, 4), from, std::make_index_sequence<kTokens / 4>{});
+  }
+  // The chunks of every second four tokens are swapped alike.
+  template <std::size_t... I>
+  __device__ __forceinline__ void copy_rows(std::uint32_t even, std::uint32_t odd, const char* const (&from)[kTokens / 4],
+                                            std::index_sequence<I...>) const {
+    (copy_row<static_cast<int>(I / 2 * 8 * kBlockRowBytes)>(I % 2 == 0 ? even : odd, from[I],
+                                                            std::make_index_sequence<Traits::kBlocks>{}),
+     ...);
+  }
+  template <int kTo, std::size_t... kBlock>
+  __device__ __forceinline__ void copy_row(std::uint32_t to, const char* from, std::index_sequence<kBlock...>) const {
+    (copy_16<kTo + static_cast<int>(kBlock) * kKeys * kBlockRowBytes, static_cast<int>(kBlock) * kBlockRowBytes>(to,
+                                                                                                               from),
+     ...);
   }
 
   // What is gathered in the place of a token that does not exist.

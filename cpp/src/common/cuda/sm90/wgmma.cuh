@@ -23,10 +23,9 @@
 #include <type_traits>
 #include <utility>
 
-namespace ragged_attention::sm90 {
+#include "common/cuda/sm90/swizzle.h"
 
-constexpr int kBlockColumns = 64;  // 16-bit elements of one swizzled 128-byte row
-constexpr int kBlockRowBytes = 128;
+namespace ragged_attention::sm90 {
 
 namespace detail {
 

@@ -1,0 +1,350 @@
+// The arithmetic of QSA's Hopper kernels: groups of rows, shares of a context, plans and the layout of a tile,
+// exhaustively over small sizes, over random lists, and with garbage in the offsets.
+#include <doctest/doctest.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <functional>
+#include <limits>
+#include <random>
+#include <set>
+#include <vector>
+
+#include "common/cuda/sm90/swizzle.h"
+#include "common/cuda/sm90/warp_search.h"
+#include "qsa_sparse_attention/sm90/groups.h"
+#include "qsa_sparse_attention/sm90/plan.h"
+
+namespace ragged_attention::sm90 {
+namespace {
+
+using Offsets = std::vector<std::int64_t>;
+
+RaggedRows rows_of(const Offsets& offsets, std::int64_t total) {
+  return {{offsets.data(), 1, IntegerType::kI64}, static_cast<std::int64_t>(offsets.size()) - 1, total};
+}
+
+template <bool kShort>
+std::int64_t find_by_warp(const RowGroups<kShort>& groups, std::int64_t id) {
+  WarpSearch search{0, static_cast<std::int32_t>(groups.rows.num_segments())};
+  while (!search.done()) {
+    int lanes = 0;
+    for (std::int32_t lane = 0; lane < 32; ++lane) {
+      const std::int32_t probe = search.probe(lane);
+      lanes += lane == 0 || (probe < search.high && groups.first_id(probe) <= id);
+    }
+    search.narrow(lanes);
+  }
+  return search.low;
+}
+
+// Adds the rows of all groups; returns how many promises are broken.
+template <bool kShort>
+int add_groups(const RaggedRows& rows, int group_rows, std::vector<int>* met) {
+  const RowGroups<kShort> groups{rows, group_rows};
+  int bad = 0;
+  for (std::int64_t id = 0; id < groups.num_ids(); ++id) {
+    const RowGroup group = groups.group(id);
+    const RowGroup same = groups.group(id, find_by_warp(groups, id));
+    bad += same.rows != group.rows || (group.rows > 0 && same.begin != group.begin);
+    if (group.rows == 0) continue;
+    const RowRange range = rows.rows(group.segment);
+    bad += group.rows > group_rows || group.begin < range.begin || group.begin + group.rows > range.end;
+    bad += (group.begin - range.begin) % group_rows != 0;  // counted from the sequence's first row
+    bad += group.rows < group_rows && group.begin + group.rows != range.end;
+    bad += group.owned != rows.owned(group.segment);
+    bad += (!group.owned || range.size() <= kQsaShortRows) != kShort;
+    for (std::int64_t r = group.begin; r < group.begin + group.rows; ++r) ++(*met)[static_cast<std::size_t>(r)];
+  }
+  return bad;
+}
+
+int broken_groups(const Offsets& offsets, std::int64_t total, int group_rows) {
+  const RaggedRows rows = rows_of(offsets, total);
+  std::vector<int> met(static_cast<std::size_t>(total), 0);
+  int bad = add_groups<true>(rows, group_rows, &met) + add_groups<false>(rows, group_rows, &met);
+  for (const int times : met) bad += times != 1;
+  return bad;
+}
+
+void for_all_offsets(const Offsets& values, int batch, const std::function<void(const Offsets&)>& visit) {
+  Offsets offsets(static_cast<std::size_t>(batch) + 1, 0);
+  std::function<void(std::size_t, std::size_t)> fill = [&](std::size_t at, std::size_t least) {
+    if (at == offsets.size()) return visit(offsets);
+    for (std::size_t i = least; i < values.size(); ++i) {
+      offsets[at] = values[i];
+      fill(at + 1, i);
+    }
+  };
+  fill(0, 0);
+}
+
+TEST_CASE("groups hold every row once, whatever the offsets") {
+  const Offsets borders = {0, 1, 4, 5, 6, 11, 127, 128, 129, 130, 257, 258, 400};
+  int bad = 0, calls = 0;
+  for (const int group_rows : {1, 2, 5, 10}) {
+    for (const int batch : {1, 2, 3, 4}) {
+      for_all_offsets(borders, batch, [&](const Offsets& offsets) {
+        bad += broken_groups(offsets, 400, group_rows);
+        ++calls;
+      });
+    }
+  }
+  CHECK(bad == 0);
+  CHECK(calls > 5000);
+}
+
+TEST_CASE("groups of small calls, exhaustively") {
+  Offsets values;
+  for (std::int64_t value = 0; value <= 9; ++value) values.push_back(value);
+  int bad = 0;
+  for (const int group_rows : {1, 3, 4}) {
+    for_all_offsets(values, 3, [&](const Offsets& offsets) { bad += broken_groups(offsets, 9, group_rows); });
+  }
+  CHECK(bad == 0);
+}
+
+TEST_CASE("garbage in the offsets makes no group outside the rows") {
+  std::mt19937_64 random(1);
+  int bad = 0;
+  for (int call = 0; call < 2000; ++call) {
+    Offsets offsets(1 + random() % 9);
+    for (auto& value : offsets) value = static_cast<std::int64_t>(random()) >> (random() % 64);
+    const RaggedRows rows = rows_of(offsets, 300);
+    const RowGroups<true> short_groups{rows, 5};
+    const RowGroups<false> long_groups{rows, 5};
+    for (std::int64_t id = 0; id < short_groups.num_ids(); ++id) {
+      for (std::int64_t segment = 0; segment < rows.num_segments(); ++segment) {
+        for (const RowGroup& group : {short_groups.group(id, segment), long_groups.group(id, segment)}) {
+          bad += group.rows > 0 && (group.begin < 0 || group.begin + group.rows > 300 || group.rows > 5);
+        }
+      }
+    }
+  }
+  CHECK(bad == 0);
+}
+
+TEST_CASE("where all sequences have the same number of rows, the guess is the group") {
+  int wrong = 0, guessed = 0;
+  for (const int group_rows : {1, 4, 5, 10}) {
+    for (const std::int64_t each : {1, 2, 4, 5, 7, 20, 128}) {
+      for (const std::int64_t batch : {1, 2, 3, 31, 128}) {
+        Offsets offsets;
+        for (std::int64_t s = 0; s <= batch; ++s) offsets.push_back(s * each);
+        const RowGroups<true> groups{rows_of(offsets, batch * each), group_rows};
+        for (std::int64_t id = 0; id < groups.num_ids(); ++id) {
+          const RowGroup group = groups.group(id), guess = groups.guess(id);
+          if (group.rows == 0) continue;
+          ++guessed;
+          wrong += guess.rows != group.rows || guess.begin != group.begin || guess.segment != group.segment;
+        }
+      }
+    }
+  }
+  CHECK(wrong == 0);
+  CHECK(guessed > 1000);
+}
+
+TEST_CASE("a guess lies within the rows, whatever the offsets") {
+  int bad = 0;
+  for (std::int64_t total = 0; total < 40; ++total) {
+    for (std::int64_t batch = 0; batch < 20; ++batch) {
+      const Offsets offsets(static_cast<std::size_t>(batch) + 1, 0);
+      const RowGroups<true> groups{rows_of(offsets, total), 5};
+      for (std::int64_t id = 0; id < groups.num_ids(); ++id) {
+        const RowGroup guess = groups.guess(id);
+        if (guess.rows == 0) continue;
+        bad += guess.begin < 0 || guess.begin + guess.rows > total || guess.segment < 1 || guess.segment > batch;
+      }
+    }
+  }
+  CHECK(bad == 0);
+}
+
+template <int kSplits>
+int broken_shares() {
+  int bad = 0;
+  std::vector<std::int32_t> next(kSplits, 0);  // local numbers run from 0 without a gap
+  for (std::int32_t token = 0; token < 100000; ++token) {
+    int owners = 0;
+    for (std::int32_t rank = 0; rank < kSplits; ++rank) {
+      const ContextShare<kSplits> share{rank};
+      if (!share.owns(token)) continue;
+      ++owners;
+      bad += share.local(token) != next[static_cast<std::size_t>(rank)]++;
+      bad += share.token(share.local(token)) != token;
+    }
+    bad += owners != 1;
+  }
+  return bad;
+}
+
+TEST_CASE("shares cut a context and a list without gap or overlap") {
+  CHECK(broken_shares<1>() == 0);
+  CHECK(broken_shares<8>() == 0);
+  CHECK(broken_shares<kQsaSplits>() == 0);
+  int bad = 0;
+  for (std::int32_t count = 0; count < 3000; ++count) {
+    bad += list_share(count, kQsaSplits, 0) != 0 || list_share(count, kQsaSplits, kQsaSplits) != count;
+    for (std::int32_t rank = 0; rank < kQsaSplits; ++rank) {
+      const std::int32_t size = list_share(count, kQsaSplits, rank + 1) - list_share(count, kQsaSplits, rank);
+      bad += size < count / kQsaSplits || size > count / kQsaSplits + 1;
+    }
+  }
+  CHECK(bad == 0);
+  CHECK(list_share(0x7fffffff, kQsaSplits, kQsaSplits) == 0x7fffffff);
+}
+
+TEST_CASE("a plan fits its memory and its 16-bit ranks") {
+  for (std::int32_t rows = 2; rows <= kQsaMaxGroupRows; ++rows) {
+    const std::int32_t words = plan_words(rows);
+    CHECK(words >= 128);
+    CHECK(words * (4 * (rows + 1) + 2) <= kQsaPlanBytes);
+    CHECK(32 * words <= 0xffff);
+  }
+  for (int heads = 1; heads <= 64; ++heads) {
+    CHECK(qsa_group_rows(heads) >= 1);
+    CHECK(qsa_group_rows(heads) * heads <= 64);
+  }
+}
+
+TEST_CASE("the n-th set bit") {
+  std::mt19937 random(2);
+  int bad = 0;
+  const auto check = [&](std::uint32_t word) {
+    int n = 0;
+    for (std::int32_t place = 0; place < 32; ++place) {
+      if (word >> place & 1) bad += nth_bit(word, n++) != place;
+    }
+    bad += population(word) != n;
+  };
+  for (std::uint32_t word = 0; word < 1u << 16; ++word) {
+    check(word);
+    check(word << 16);
+    check(word << 9 | 1u << 31 | 1u);
+  }
+  for (int i = 0; i < 100000; ++i) check(static_cast<std::uint32_t>(random()));
+  CHECK(bad == 0);
+}
+
+TEST_CASE("the word of a rank") {
+  std::mt19937 random(3);
+  int bad = 0;
+  for (int round = 0; round < 300; ++round) {
+    const auto words = static_cast<std::int32_t>(1 + random() % 600);
+    std::vector<std::uint16_t> before;
+    std::vector<std::int32_t> owner;
+    for (std::int32_t word = 0; word < words; ++word) {
+      before.push_back(static_cast<std::uint16_t>(owner.size()));
+      const unsigned tokens = random() % 3 == 0 ? random() % 33 : 0;
+      owner.insert(owner.end(), tokens, word);
+    }
+    for (std::size_t rank = 0; rank < owner.size(); ++rank) {
+      bad += word_of_rank(before.data(), 0, words, static_cast<std::int32_t>(rank)) != owner[rank];
+    }
+  }
+  CHECK(bad == 0);
+}
+
+// What a CTA of a cluster makes of the lists of a group, by the arithmetic of the kernel: windows, words, ranks.
+template <int kSplits>
+int broken_plans(const std::vector<std::vector<std::int32_t>>& lists) {
+  const auto rows = static_cast<std::int32_t>(lists.size());
+  const std::int32_t words = plan_words(rows);
+  int bad = 0;
+  std::vector<std::multiset<std::int32_t>> gathered(lists.size());
+  for (std::int32_t rank = 0; rank < kSplits; ++rank) {
+    const ContextShare<kSplits> share{rank};
+    std::int32_t base = 0, last = -1;
+    while (base != std::numeric_limits<std::int32_t>::max()) {
+      std::vector<std::uint32_t> masks(static_cast<std::size_t>(rows * words), 0), any(static_cast<std::size_t>(words));
+      std::int32_t beyond = std::numeric_limits<std::int32_t>::max();
+      for (std::int32_t row = 0; row < rows; ++row) {
+        for (const std::int32_t token : lists[static_cast<std::size_t>(row)]) {
+          if (!share.owns(token) || share.local(token) < base) continue;
+          const std::int32_t place = share.local(token) - base;
+          if (place >= 32 * words) {
+            beyond = std::min(beyond, place + base);
+          } else {
+            masks[static_cast<std::size_t>(row * words + place / 32)] |= 1u << place % 32;
+          }
+        }
+      }
+      std::vector<std::uint16_t> before;
+      std::int32_t total = 0;
+      for (std::int32_t word = 0; word < words; ++word) {
+        for (std::int32_t row = 0; row < rows; ++row) {
+          any[static_cast<std::size_t>(word)] |= masks[static_cast<std::size_t>(row * words + word)];
+        }
+        before.push_back(static_cast<std::uint16_t>(total));
+        total += population(any[static_cast<std::size_t>(word)]);
+      }
+      for (std::int32_t entry = 0; entry < total; ++entry) {
+        const std::int32_t word = word_of_rank(before.data(), 0, words, entry);
+        const std::int32_t place =
+            32 * word + nth_bit(any[static_cast<std::size_t>(word)], entry - before[static_cast<std::size_t>(word)]);
+        const std::int32_t token = share.token(base + place);
+        bad += token <= last;  // ascending
+        last = token;
+        for (std::int32_t row = 0; row < rows; ++row) {
+          if (masks[static_cast<std::size_t>(row * words + place / 32)] >> place % 32 & 1) {
+            gathered[static_cast<std::size_t>(row)].insert(token);
+          }
+        }
+      }
+      base = beyond == std::numeric_limits<std::int32_t>::max() ? beyond : beyond / 32 * 32;
+    }
+  }
+  for (std::size_t row = 0; row < lists.size(); ++row) {
+    bad += gathered[row] != std::multiset<std::int32_t>(lists[row].begin(), lists[row].end());
+  }
+  return bad;
+}
+
+TEST_CASE("a plan gathers what each row lists, once and ascending") {
+  std::mt19937 random(4);
+  for (const std::int32_t context : {40, 2000, 30000, 300000, 4000000}) {
+    for (const int rows : {2, 5, 10}) {
+      std::vector<std::vector<std::int32_t>> lists(static_cast<std::size_t>(rows));
+      for (auto& list : lists) {
+        std::set<std::int32_t> tokens;
+        const std::size_t size = random() % std::min(context, 2100);
+        while (tokens.size() < size) tokens.insert(static_cast<std::int32_t>(random() % static_cast<unsigned>(context)));
+        list.assign(tokens.begin(), tokens.end());
+        std::shuffle(list.begin(), list.end(), random);
+      }
+      CHECK(broken_plans<1>(lists) == 0);
+      CHECK(broken_plans<kQsaSplits>(lists) == 0);
+    }
+  }
+}
+
+template <int kRows>
+int broken_layout(int chunks) {
+  int bad = 0;
+  std::set<std::uint32_t> seen;
+  for (int row = 0; row < kRows; ++row) {
+    for (int chunk = 0; chunk < chunks; ++chunk) {
+      const std::uint32_t offset = chunk_offset<kRows>(row, chunk);
+      // The definition: bits 4 to 6 of the plain address take those of bits 7 to 9.
+      const auto plain =
+          static_cast<std::uint32_t>(chunk / 8 * kRows * kBlockRowBytes + row * kBlockRowBytes + chunk % 8 * 16);
+      bad += offset != (plain ^ (plain >> 3 & 0x70));
+      bad += !seen.insert(offset).second;
+      for (int rows = 0; row + rows < kRows; ++rows) {
+        if ((row % 8 & rows % 8) != 0 || row % 8 + rows % 8 > 7) continue;
+        bad += rows_down(4096 + offset, rows) != 4096 + chunk_offset<kRows>(row + rows, chunk);
+      }
+    }
+  }
+  return bad + (seen.size() != static_cast<std::size_t>(kRows * chunks));
+}
+
+TEST_CASE("the chunks of a tile are swapped as the matrix products expect") {
+  CHECK(broken_layout<64>(32) == 0);
+  CHECK(broken_layout<32>(32) == 0);
+  CHECK(broken_layout<64>(8) == 0);
+}
+
+}  // namespace
+}  // namespace ragged_attention::sm90
