@@ -124,43 +124,6 @@ TEST_CASE("garbage in the offsets makes no group outside the rows") {
   CHECK(bad == 0);
 }
 
-TEST_CASE("where all sequences have the same number of rows, the guess is the group") {
-  int wrong = 0, guessed = 0;
-  for (const int group_rows : {1, 4, 5, 10}) {
-    for (const std::int64_t each : {1, 2, 4, 5, 7, 20, 128}) {
-      for (const std::int64_t batch : {1, 2, 3, 31, 128}) {
-        Offsets offsets;
-        for (std::int64_t s = 0; s <= batch; ++s) offsets.push_back(s * each);
-        const RowGroups<true> groups{rows_of(offsets, batch * each), group_rows};
-        for (std::int64_t id = 0; id < groups.num_ids(); ++id) {
-          const RowGroup group = groups.group(id), guess = groups.guess(id);
-          if (group.rows == 0) continue;
-          ++guessed;
-          wrong += guess.rows != group.rows || guess.begin != group.begin || guess.segment != group.segment;
-        }
-      }
-    }
-  }
-  CHECK(wrong == 0);
-  CHECK(guessed > 1000);
-}
-
-TEST_CASE("a guess lies within the rows, whatever the offsets") {
-  int bad = 0;
-  for (std::int64_t total = 0; total < 40; ++total) {
-    for (std::int64_t batch = 0; batch < 20; ++batch) {
-      const Offsets offsets(static_cast<std::size_t>(batch) + 1, 0);
-      const RowGroups<true> groups{rows_of(offsets, total), 5};
-      for (std::int64_t id = 0; id < groups.num_ids(); ++id) {
-        const RowGroup guess = groups.guess(id);
-        if (guess.rows == 0) continue;
-        bad += guess.begin < 0 || guess.begin + guess.rows > total || guess.segment < 1 || guess.segment > batch;
-      }
-    }
-  }
-  CHECK(bad == 0);
-}
-
 template <int kSplits>
 int broken_shares() {
   int bad = 0;

@@ -11,24 +11,25 @@
 
 namespace ragged_attention::sm90 {
 
-// Shared memory of a CTA at head dim 256: Q 32 KB, two stages of K and two of V 16 KB each, and the plan 12 KB: 111 of
-// the 113 KB that let two of them in. Registers a thread: 128 for O, kKeys / 2 for S, kKeys / 4 for P and about 40 more.
+// Shared memory of a CTA at head dim 256: Q, K and V 32 KB each, and the plan 12 KB: 112 of the 113 KB that let two of
+// them in. One stage of K and one of V: K of the next tile is on its way under softmax and P V, V under Q K^T. Two of
+// half the size took longer for every tile of half the size. Registers a thread: 128 for O, kKeys / 2 for S and about
+// 40 more; P takes the place of S.
 template <int kHeadDim>
 struct QsaTile;
 template <>
 struct QsaTile<256> {
-  static constexpr int kKeys = 32;  // of a stage. Fewer would leave products of N < 32, as slow as N = 32.
+  static constexpr int kKeys = 64;
 };
 template <>
 struct QsaTile<128> {
-  static constexpr int kKeys = 64;
+  static constexpr int kKeys = 128;
 };
 template <>
 struct QsaTile<64> {
-  static constexpr int kKeys = 64;
+  static constexpr int kKeys = 128;
 };
 
-constexpr int kQsaStages = 2;
 constexpr int kQsaPlanBytes = 12 * 1024;
 
 // Sequences of at most this many rows in a call are short: each group of their rows is shared out to a cluster of

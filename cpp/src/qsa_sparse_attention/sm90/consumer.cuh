@@ -20,13 +20,11 @@ struct QsaConsumer {
 
   const QsaHopperParams& params;
   QsaShared<Traits>& shared;
-  std::uint32_t k_parity = 0, v_parity = 0;  // of the full barriers; a pass takes both stages the same number of times
+  Ring<1> k_ring, v_ring;
   const QsaUnit& unit;
 
   int group_row[2];                          // of this thread's two rows of the product; -1: none
   float maximum[2], sum[2];                  // of the scaled scores, in units of log2; this thread's part of the sum
-  float scores[kKeys / 2];
-  std::uint32_t probabilities[kKeys / 4];    // pairs
   // In parts of kColumns columns: a product may not have more registers than a thread gets at the launch.
   static constexpr int kColumns = kHeadDim < 128 ? kHeadDim : 128;
   float output[kHeadDim / kColumns][kColumns / 2];
@@ -78,11 +76,8 @@ struct QsaConsumer {
     }
 #pragma unroll
     for (int i = 0; i < kHeadDim / 2; ++i) o(i) = 0.0f;
-    static_assert(Traits::kStages == 2);
 #pragma unroll 1
-    while (step<0, kCareful>() && step<1, kCareful>()) {
-      k_parity ^= 1;
-      v_parity ^= 1;
+    while (step<kCareful>()) {
     }
 #pragma unroll
     for (int r = 0; r < 2; ++r) sum[r] = quad_sum(sum[r]);
@@ -142,46 +137,40 @@ struct QsaConsumer {
     for (auto& part : output) scale_rows(part, factor);
   }
 
-  // One tile; false where the pass has ended. The stage is a constant so that addresses are.
-  template <int kStage, bool kCareful>
+  // One tile; false where the pass has ended.
+  template <bool kCareful>
   __device__ __forceinline__ bool step() {
-    Barrier::wait(&shared.k_full[kStage], k_parity);
-    if (shared.end[kStage] != 0) {
-      // The other ring, or this one's other stage, is passed over (QsaProducer::end_pass).
-      release(shared.k_empty[kStage]);
-      if constexpr (kStage == 0) {
-        Barrier::wait(&shared.k_full[1], k_parity);
-        release(shared.k_empty[1]);
-      } else {
-        Barrier::wait(&shared.v_full[1], v_parity);
-        release(shared.v_empty[1]);
-        v_parity ^= 1;
-      }
-      k_parity ^= 1;
+    Barrier::wait(&shared.k_full, k_ring.full_parity());
+    k_ring.advance();
+    if (shared.end != 0) {
+      release(shared.k_empty);
       return false;
     }
     cutlass::arch::fence_view_async_shared();
-    issue_scores(shared.k[kStage]);
+    // Not members: they need no registers from one tile to the next.
+    float scores[kKeys / 2];
+    std::uint32_t probabilities[kKeys / 4];  // pairs
+    issue_scores(scores);
     wgmma_wait<0>();
     pin(scores);
     std::uint32_t listed[2][kMaskWords];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
 #pragma unroll
-      for (int w = 0; w < kMaskWords; ++w) {
-        listed[r][w] = group_row[r] < 0 ? 0 : shared.listed[kStage][group_row[r]][w];
-      }
+      for (int w = 0; w < kMaskWords; ++w) listed[r][w] = group_row[r] < 0 ? 0 : shared.listed[group_row[r]][w];
     }
-    release(shared.k_empty[kStage]);
-    update(listed);
-    Barrier::wait(&shared.v_full[kStage], v_parity);
-    if constexpr (kCareful) add_special(shared.v[kStage], listed);
+    release(shared.k_empty);
+    update(scores, listed);
+    pack_all<Element>(scores, probabilities);
+    Barrier::wait(&shared.v_full, v_ring.full_parity());
+    v_ring.advance();
+    if constexpr (kCareful) add_special(probabilities, listed);
     cutlass::arch::fence_view_async_shared();
-    issue_output(shared.v[kStage]);
+    issue_output(probabilities);
     wgmma_wait<0>();
     pin_output();
     pin(probabilities);
-    release(shared.v_empty[kStage]);
+    release(shared.v_empty);
     return true;
   }
 
@@ -190,25 +179,23 @@ struct QsaConsumer {
     if (lane() == 0) Barrier::arrive(&empty);
   }
 
-  using KvStage = Element[Traits::kBlocks][kKeys][kBlockColumns];
-
-  __device__ __forceinline__ void issue_scores(const KvStage& stage) {
+  __device__ __forceinline__ void issue_scores(float (&scores)[kKeys / 2]) {
     const std::uint64_t q = descriptor_k_major(shared_address(shared.q));
-    const std::uint64_t k = descriptor_k_major(shared_address(stage));
+    const std::uint64_t k = descriptor_k_major(shared_address(shared.k));
     pin(scores);
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < kHeadDim / 16; ++step) {
       const std::uint64_t in_block = descriptor_step(step % 4 * 32);
       wgmma_shared<Element, kKeys>(scores, q + in_block + step / 4 * descriptor_step(sizeof(shared.q[0])),
-                                   k + in_block + step / 4 * descriptor_step(sizeof(stage[0])), step > 0);
+                                   k + in_block + step / 4 * descriptor_step(sizeof(shared.k[0])), step > 0);
     }
     wgmma_commit();
     pin(scores);
   }
 
-  __device__ __forceinline__ void issue_output(const KvStage& stage) {
-    const std::uint64_t v = descriptor_n_major(shared_address(stage), sizeof(stage[0]));
+  __device__ __forceinline__ void issue_output(std::uint32_t (&probabilities)[kKeys / 4]) {
+    const std::uint64_t v = descriptor_n_major(shared_address(shared.v), sizeof(shared.v[0]));
     pin_output();
     pin(probabilities);
     wgmma_fence();
@@ -219,7 +206,7 @@ struct QsaConsumer {
         wgmma_registers<Element, kColumns>(
             output[part], &probabilities[4 * step],
             v + step * descriptor_step(16 * kBlockRowBytes) +
-                part * (kColumns / kBlockColumns) * descriptor_step(sizeof(stage[0])),
+                part * (kColumns / kBlockColumns) * descriptor_step(sizeof(shared.v[0])),
             true);
       }
     }
@@ -229,7 +216,7 @@ struct QsaConsumer {
 
   // Scores become weights, `output` and `sum` terms of the new maximum. Scaled before the maximum is subtracted: scores
   // of any size and a scale of any sign come out right.
-  __device__ __forceinline__ void update(const std::uint32_t (&listed)[2][kMaskWords]) {
+  __device__ __forceinline__ void update(float (&scores)[kKeys / 2], const std::uint32_t (&listed)[2][kMaskWords]) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
 #pragma unroll
@@ -270,7 +257,6 @@ struct QsaConsumer {
       }
       sum[r] = __fmaf_rn(sum[r], factor[r], sums[0] + sums[1]);
     }
-    pack_all<Element>(scores, probabilities);
     // A maximum that stays, as most do, gives a factor of exactly 1.
     if (__any_sync(0xffffffff, factor[0] != 1.0f || factor[1] != 1.0f)) scale_output(factor);
   }
@@ -282,9 +268,10 @@ struct QsaConsumer {
     return (pair & kExponent) == kExponent || (pair >> 16 & kExponent) == kExponent;
   }
 
-  __device__ __forceinline__ void add_special(KvStage& stage, const std::uint32_t (&listed)[2][kMaskWords]) {
+  __device__ __forceinline__ void add_special(const std::uint32_t (&probabilities)[kKeys / 4],
+                                              const std::uint32_t (&listed)[2][kMaskWords]) {
     constexpr int kChunks = kHeadDim / 8;
-    char* tile = reinterpret_cast<char*>(&stage);
+    char* tile = reinterpret_cast<char*>(&shared.v);
     if (thread() < kMaskWords) shared.special[thread()] = 0;
     consumers_sync();
     for (int i = thread(); i < kKeys * kChunks; i += 128) {
@@ -304,8 +291,11 @@ struct QsaConsumer {
         *at = make_uint4(0, 0, 0, 0);
       }
 #pragma unroll
-      for (int i = 0; i < kKeys / 2; ++i) {
-        if (i / 4 * 8 + lane() % 4 * 2 + i % 2 == token) shared.special_weight[product_row(i / 2 % 2)] = scores[i];
+      for (int i = 0; i < kKeys / 4; ++i) {  // pairs: columns 8 (i / 2) + 2 (lane % 4) and the next, row i % 2
+        if (i / 2 * 4 + lane() % 4 == token / 2) {
+          const std::uint32_t bits = token % 2 == 0 ? probabilities[i] : probabilities[i] >> 16;
+          shared.special_weight[product_row(i % 2)] = Element::bitcast(static_cast<std::uint16_t>(bits));
+        }
       }
       consumers_sync();
 #pragma unroll
@@ -314,7 +304,7 @@ struct QsaConsumer {
 #pragma unroll
         for (int w = 0; w < kMaskWords; ++w) lists |= token / 32 == w && (listed[r][w] >> (token % 32) & 1) != 0;
         if (!lists) continue;
-        const float weight = static_cast<float>(Element(shared.special_weight[product_row(r)]));
+        const float weight = static_cast<float>(shared.special_weight[product_row(r)]);
 #pragma unroll
         for (int i = 0; i < kHeadDim / 8; ++i) {
 #pragma unroll

@@ -57,27 +57,6 @@ struct RowGroups {
     return result;
   }
 
-  // What the group would be if all sequences had the same number of rows: to fetch ahead what it reads.
-  RAGGED_ATTENTION_HOST_DEVICE RowGroup guess(std::int64_t id) const {
-    RowGroup result;
-    const std::int64_t each = rows.batch > 0 ? rows.total / rows.batch : 0;
-    if (each == 0 || id < 1) return result;
-    const auto first = [&](std::int64_t segment) {  // first_id
-      const std::int64_t begin = (segment - 1) * each;
-      return begin / group_rows + mark(begin, segment);
-    };
-    std::int64_t segment = 1 + (id - 1) * group_rows / (each + group_rows);
-    if (segment > rows.batch) segment = rows.batch;
-    if (segment < rows.batch && first(segment + 1) <= id) ++segment;
-    const std::int64_t row = (id - first(segment)) * group_rows;
-    if (row < 0 || row >= each) return result;
-    result.segment = segment;
-    result.begin = (segment - 1) * each + row;
-    result.rows = static_cast<std::int32_t>(each - row < group_rows ? each - row : group_rows);
-    result.owned = true;
-    return result;
-  }
-
   // group() by a search of its own.
   RAGGED_ATTENTION_HOST_DEVICE RowGroup group(std::int64_t id) const {
     std::int64_t low = 0, high = rows.num_segments();

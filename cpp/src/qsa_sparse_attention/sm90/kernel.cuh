@@ -49,56 +49,6 @@ __device__ __forceinline__ QsaUnit find_unit(const QsaHopperParams& params, std:
   return unit;
 }
 
-// By the lanes of a warp: into L2, each CTA of the cluster its part.
-template <typename Traits>
-__device__ __forceinline__ void fetch_ahead(const void* data, std::int64_t bytes) {
-  constexpr std::int64_t kLine = 128;
-  const std::int64_t rank = blockIdx.x % Traits::kSplits, lane = threadIdx.x % 32;
-  for (std::int64_t at = (rank + lane * Traits::kSplits) * kLine; at < bytes + kLine; at += 32 * Traits::kSplits * kLine) {
-    const char* line = static_cast<const char*>(data) + (at < bytes ? at : bytes - 1);
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(line));
-  }
-}
-
-// While the first warp looks for the CTA's first unit, one read after the other, three others guess which it is, and
-// fetch what will be read one after the other too: lengths and counts, lists, pages, queries.
-template <typename Traits>
-__device__ __forceinline__ void fetch_guess(const QsaHopperParams& params) {
-  const QsaParams& call = params.call.params;
-  const RowGroups<Traits::kShort> groups{call.rows, params.group_rows};
-  const std::int64_t number = blockIdx.x / Traits::kSplits;
-  const RowGroup group = groups.guess(groups.num_ids() - 1 - number / call.num_kv_heads);
-  if (group.rows == 0) return;
-  const std::int64_t sequence = group.segment - 1, heads = call.group();
-  const auto fetch_integer = [](const IntegerArray& array, std::int64_t i) {
-    const std::int64_t bytes = array.type == IntegerType::kI64 ? 8 : 4;
-    fetch_ahead<Traits>(static_cast<const char*>(array.data) + i * array.stride * bytes, bytes);
-  };
-  const int warp = static_cast<int>(threadIdx.x) / 32 % 4;
-  if (warp == 1) {
-    fetch_integer(call.cache_lengths, sequence);
-    for (int row = 0; row < group.rows; ++row) {
-      fetch_ahead<Traits>(call.counts + (group.begin + row) * call.counts_stride, 4);
-      fetch_ahead<Traits>(call.token_indices + (group.begin + row) * call.token_indices_row_stride,
-                          4 * call.selection_width);
-    }
-  } else if (warp == 2) {
-    const IntegerMatrix& table = call.cache.lookup_table;
-    const std::int64_t bytes = table.row0.type == IntegerType::kI64 ? 8 : 4;
-    if (table.row0.stride == 1) {
-      fetch_ahead<Traits>(static_cast<const char*>(table.row0.data) + sequence * table.row_stride * bytes,
-                          call.cache.max_pages * bytes);
-    }
-  } else {
-    for (int row = 0; row < group.rows * heads; ++row) {
-      const std::int64_t head = number % call.num_kv_heads * heads + row % heads;
-      fetch_ahead<Traits>(static_cast<const char*>(call.q) +
-                              2 * ((group.begin + row / heads) * call.q_row_stride + head * call.q_head_stride),
-                          2 * Traits::kHeadDim);
-    }
-  }
-}
-
 // The next of this CTA's units that has rows. By all lanes of a warp.
 template <typename Traits>
 __device__ __forceinline__ QsaUnit scan_units(const QsaHopperParams& params, std::int64_t* to_look_at) {
@@ -194,12 +144,10 @@ __global__ void __launch_bounds__(Traits::kThreads, 2)
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
   auto& shared = *reinterpret_cast<QsaShared<Traits>*>(shared_bytes);
   if (threadIdx.x == 0) {
-    for (int i = 0; i < Traits::kStages; ++i) {
-      Barrier::init(&shared.k_full[i], 128 + Traits::kProducerWarps);
-      Barrier::init(&shared.k_empty[i], 4);
-      Barrier::init(&shared.v_full[i], 128);
-      Barrier::init(&shared.v_empty[i], 4);
-    }
+    Barrier::init(&shared.k_full, 128 + Traits::kProducerWarps);
+    Barrier::init(&shared.k_empty, 4);
+    Barrier::init(&shared.v_full, 128);
+    Barrier::init(&shared.v_empty, 4);
     Barrier::init(&shared.verdict, 4);
     shared.bad_verdict = -1;
     shared.next_unit[kConsumes] = shared.next_unit[kProduces] = blockIdx.x / Traits::kSplits;
@@ -211,7 +159,6 @@ __global__ void __launch_bounds__(Traits::kThreads, 2)
   const int rank = static_cast<int>(blockIdx.x) % Traits::kSplits;
   Ring<1> verdicts;
   if (threadIdx.x >= 128) {
-    if (Traits::kShort && threadIdx.x >= 160) fetch_guess<Traits>(params);
     cutlass::arch::warpgroup_reg_dealloc<Traits::kProducerRegisters>();
     QsaProducer<Traits> producer(params, shared, rank);
 #pragma unroll 1

@@ -25,12 +25,12 @@ struct QsaTraits {
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr bool kShort = kShort_;
   static constexpr int kSplits = kShort ? kQsaSplits : 1;  // CTAs of a cluster
-  static constexpr int kKeys = QsaTile<kHeadDim>::kKeys, kStages = kQsaStages;
+  static constexpr int kKeys = QsaTile<kHeadDim>::kKeys;
   static constexpr int kBlocks = kHeadDim / kBlockColumns;
   static constexpr int kMaskWords = kKeys / 32;
   static constexpr int kProducerWarps = 4, kThreads = 256;
   // As much as the launch allocates: 128 for every thread.
-  static constexpr int kProducerRegisters = 64, kConsumerRegisters = 192;
+  static constexpr int kProducerRegisters = 48, kConsumerRegisters = 208;
   static_assert(kProducerRegisters + kConsumerRegisters == 256);
 };
 
@@ -52,18 +52,17 @@ struct QsaShared {
   using Element = typename Traits::Element;
   // Blocks of 64 columns, each row 128 bytes with its 16-byte chunks swizzled.
   alignas(1024) Element q[Traits::kBlocks][64][kBlockColumns];
-  alignas(1024) Element k[Traits::kStages][Traits::kBlocks][Traits::kKeys][kBlockColumns];
-  alignas(1024) Element v[Traits::kStages][Traits::kBlocks][Traits::kKeys][kBlockColumns];
+  alignas(1024) Element k[Traits::kBlocks][Traits::kKeys][kBlockColumns];
+  alignas(1024) Element v[Traits::kBlocks][Traits::kKeys][kBlockColumns];
   alignas(16) unsigned char plan[kQsaPlanBytes];
   const char* source[2][Traits::kProducerWarps][32];  // where the tokens of a warp's batch lie, K and V
   QsaUnit unit[2];              // that a role is at; registers are short
   std::int64_t next_unit[2];    // to look at
   // With K: which of the tile's tokens each row of the group lists; or that the pass has ended.
-  std::uint32_t listed[Traits::kStages][kQsaMaxGroupRows][Traits::kMaskWords];
-  std::int32_t end[Traits::kStages];
-  // full: by each producer thread's copies, and by each producer warp. empty: by each consumer warp.
-  std::uint64_t k_full[Traits::kStages], k_empty[Traits::kStages];
-  std::uint64_t v_full[Traits::kStages], v_empty[Traits::kStages];
+  std::uint32_t listed[kQsaMaxGroupRows][Traits::kMaskWords];
+  std::int32_t end;
+  // full: by each producer thread's copies, and by each producer warp (K). empty: by each consumer warp.
+  std::uint64_t k_full, k_empty, v_full, v_empty;
   std::uint64_t verdict;           // by each consumer warp, after the first pass over a group of several rows
   std::int32_t bad_verdict;        // the last one that asked for a second pass
   std::int32_t warp_total[4];      // the plan's: tokens in each producer warp's words
@@ -71,7 +70,7 @@ struct QsaShared {
   // The second pass's: tokens of the tile whose values are not all finite, and one of them: its values, and what each
   // row of the product gives it.
   std::uint32_t special[Traits::kMaskWords];
-  float special_weight[64];
+  Element special_weight[64];
   Element special_value[Traits::kHeadDim];
 
   // Once all tiles are consumed: what this CTA has of each row, in the place of Q, K and V.
@@ -79,7 +78,7 @@ struct QsaShared {
   __device__ float* partial_output() { return reinterpret_cast<float*>(&q[0][0][0]); }
   __device__ float* partial_maximum() { return partial_output() + 64 * kPartialStride; }
   __device__ float* partial_sum() { return partial_maximum() + 64; }
-  static_assert((64 * kPartialStride + 128) * 4 <= 2 * (64 + 2 * Traits::kStages * Traits::kKeys) * Traits::kHeadDim);
+  static_assert((64 * kPartialStride + 128) * 4 <= 2 * (64 + 2 * Traits::kKeys) * Traits::kHeadDim);
 };
 
 // Of bar.sync; 0 is all threads'.

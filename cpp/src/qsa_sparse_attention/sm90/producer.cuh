@@ -80,7 +80,7 @@ struct QsaPlanner {
 
 template <typename Traits>
 struct QsaProducer {
-  static constexpr int kKeys = Traits::kKeys, kStages = Traits::kStages;
+  static constexpr int kKeys = Traits::kKeys;
   static constexpr int kTokens = kKeys / Traits::kProducerWarps;  // of a tile, that are this warp's
   static constexpr int kBatch = 32 / kTokens;                     // tiles
   static constexpr int kThreads = 32 * Traits::kProducerWarps;
@@ -91,7 +91,7 @@ struct QsaProducer {
   QsaShared<Traits>& shared;
   const QsaUnit& unit;
   ContextShare<Traits::kSplits> share;  // of this CTA
-  Ring<kStages> k_ring, v_ring;
+  Ring<1> k_ring, v_ring;
   std::int32_t first_word = 0;  // of the plan, with the first entry of the batch looked up last
 
   __device__ __forceinline__ QsaProducer(const QsaHopperParams& params_, QsaShared<Traits>& shared_, int rank)
@@ -139,24 +139,14 @@ struct QsaProducer {
   }
 
  private:
-  // Says so with a stage of K; and passes over what is left of both rings, so that the next pass starts with their first
-  // stages.
+  // Says so in the place of a tile.
   __device__ __forceinline__ void end_pass() {
-    Barrier::wait(&shared.k_empty[k_ring.index()], k_ring.empty_parity());
-    if (lane() == 0) shared.end[k_ring.index()] = 1;
-    pass_over_k();
-    if (k_ring.index() != 0) {
-      pass_over_k();
-    } else {
-      Barrier::wait(&shared.v_empty[v_ring.index()], v_ring.empty_parity());
-      Barrier::arrive(&shared.v_full[v_ring.index()]);
-      v_ring.advance();
+    Barrier::wait(&shared.k_empty, k_ring.empty_parity());
+    if (lane() == 0) {
+      shared.end = 1;
+      Barrier::arrive(&shared.k_full);
     }
-  }
-  __device__ __forceinline__ void pass_over_k() {
-    Barrier::wait(&shared.k_empty[k_ring.index()], k_ring.empty_parity());
-    if (lane() == 0) Barrier::arrive(&shared.k_full[k_ring.index()]);
-    Barrier::arrive(&shared.k_full[k_ring.index()]);
+    Barrier::arrive(&shared.k_full);
     k_ring.advance();
   }
 
@@ -322,21 +312,21 @@ struct QsaProducer {
       ahead = entry(source, first + 2 * kEntries, first + 2 * kEntries + mine);
 #pragma unroll 1
       for (int tile = 0; tile < kBatch && first + tile * kKeys < source.end; ++tile) {
-        Barrier::wait(&shared.k_empty[k_ring.index()], k_ring.empty_parity());
+        Barrier::wait(&shared.k_empty, k_ring.empty_parity());
         if (lane() < unit.group.rows) {
-          using Bits = std::conditional_t<kTokens == 8, std::uint8_t, std::uint16_t>;
-          reinterpret_cast<Bits*>(shared.listed[k_ring.index()][lane()])[warp()] =
+          using Bits = std::conditional_t<kTokens == 16, std::uint16_t, std::uint32_t>;
+          reinterpret_cast<Bits*>(shared.listed[lane()])[warp()] =
               static_cast<Bits>(listed >> (tile * kTokens));
         }
-        if (thread() == 0) shared.end[k_ring.index()] = 0;
-        copy(shared_address(shared.k[k_ring.index()]), shared.source[0][warp()] + tile * kTokens);
-        arrive_after_copies(&shared.k_full[k_ring.index()]);
+        if (thread() == 0) shared.end = 0;
+        copy(shared_address(shared.k), shared.source[0][warp()] + tile * kTokens);
+        arrive_after_copies(&shared.k_full);
         __syncwarp();
-        if (lane() == 0) Barrier::arrive(&shared.k_full[k_ring.index()]);
+        if (lane() == 0) Barrier::arrive(&shared.k_full);
         k_ring.advance();
-        Barrier::wait(&shared.v_empty[v_ring.index()], v_ring.empty_parity());
-        copy(shared_address(shared.v[v_ring.index()]), shared.source[1][warp()] + tile * kTokens);
-        arrive_after_copies(&shared.v_full[v_ring.index()]);
+        Barrier::wait(&shared.v_empty, v_ring.empty_parity());
+        copy(shared_address(shared.v), shared.source[1][warp()] + tile * kTokens);
+        arrive_after_copies(&shared.v_full);
         v_ring.advance();
       }
     }
