@@ -158,11 +158,11 @@ TEST_CASE("shares cut a context and a list without gap or overlap") {
   CHECK(list_share(0x7fffffff, kQsaSplits, kQsaSplits) == 0x7fffffff);
 }
 
-TEST_CASE("a plan fits its memory and its 16-bit ranks") {
+TEST_CASE("a plan fits its memory and its 16-bit places") {
   for (std::int32_t rows = 2; rows <= kQsaMaxGroupRows; ++rows) {
     const std::int32_t words = plan_words(rows);
     CHECK(words >= 128);
-    CHECK(words * (4 * (rows + 1) + 2) <= kQsaPlanBytes);
+    CHECK(4 * words * rows <= kQsaPlanBytes);
     CHECK(32 * words <= 0xffff);
   }
   for (int heads = 1; heads <= 64; ++heads) {
@@ -171,57 +171,53 @@ TEST_CASE("a plan fits its memory and its 16-bit ranks") {
   }
 }
 
-TEST_CASE("the n-th set bit") {
+TEST_CASE("the places of a word's bits, by rank") {
   std::mt19937 random(2);
   int bad = 0;
-  const auto check = [&](std::uint32_t word) {
-    int n = 0;
-    for (std::int32_t place = 0; place < 32; ++place) {
-      if (word >> place & 1) bad += nth_bit(word, n++) != place;
+  std::vector<std::uint16_t> list(kQsaListEntries);
+  const auto check = [&](std::uint32_t word, std::int32_t rank, std::int32_t first) {
+    std::fill(list.begin(), list.end(), std::uint16_t{0xffff});
+    write_places(word, 4096, rank, first, list.data());
+    for (std::int32_t entry = 0; entry < kQsaListEntries; ++entry) {
+      std::int32_t expected = 0xffff, n = rank;
+      for (std::int32_t place = 0; place < 32; ++place) {
+        if ((word >> place & 1) != 0 && n++ == first + entry) expected = 4096 + place;
+      }
+      bad += list[static_cast<std::size_t>(entry)] != expected;
+      if (entry == 64) entry = kQsaListEntries - 65;  // the middle stays as it was
     }
-    bad += population(word) != n;
+    bad += population(word) != static_cast<std::int32_t>(__builtin_popcount(word));
+    bad += word != 0 && lowest_bit(word) != __builtin_ctz(word);
   };
-  for (std::uint32_t word = 0; word < 1u << 16; ++word) {
-    check(word);
-    check(word << 16);
-    check(word << 9 | 1u << 31 | 1u);
+  for (const std::uint32_t word : {0u, 1u, 0x80000000u, 0xffffffffu, 0x80000001u, 0x00ffff00u}) {
+    for (const std::int32_t first : {0, 5, kQsaListEntries}) {
+      for (std::int32_t rank = 0; rank <= 2 * kQsaListEntries; rank += rank < 40 || rank % 1536 > 1490 ? 1 : 97) {
+        check(word, rank, first);
+      }
+    }
   }
-  for (int i = 0; i < 100000; ++i) check(static_cast<std::uint32_t>(random()));
-  CHECK(bad == 0);
-}
-
-TEST_CASE("the word of a rank") {
-  std::mt19937 random(3);
-  int bad = 0;
-  for (int round = 0; round < 300; ++round) {
-    const auto words = static_cast<std::int32_t>(1 + random() % 600);
-    std::vector<std::uint16_t> before;
-    std::vector<std::int32_t> owner;
-    for (std::int32_t word = 0; word < words; ++word) {
-      before.push_back(static_cast<std::uint16_t>(owner.size()));
-      const unsigned tokens = random() % 3 == 0 ? random() % 33 : 0;
-      owner.insert(owner.end(), tokens, word);
-    }
-    for (std::size_t rank = 0; rank < owner.size(); ++rank) {
-      bad += word_of_rank(before.data(), 0, words, static_cast<std::int32_t>(rank)) != owner[rank];
-    }
+  for (int i = 0; i < 2000; ++i) {
+    check(static_cast<std::uint32_t>(random()), static_cast<std::int32_t>(random() % 3000),
+          kQsaListEntries * static_cast<std::int32_t>(random() % 2));
   }
   CHECK(bad == 0);
 }
 
-// What a CTA of a cluster makes of the lists of a group, by the arithmetic of the kernel: windows, words, ranks.
+// What a CTA of a cluster makes of the lists of a group, by the arithmetic of the kernel: windows, words, places.
 template <int kSplits>
 int broken_plans(const std::vector<std::vector<std::int32_t>>& lists) {
+  constexpr std::int32_t kNothingBeyond = std::numeric_limits<std::int32_t>::max();
   const auto rows = static_cast<std::int32_t>(lists.size());
   const std::int32_t words = plan_words(rows);
   int bad = 0;
   std::vector<std::multiset<std::int32_t>> gathered(lists.size());
+  std::vector<std::uint16_t> list(kQsaListEntries);
   for (std::int32_t rank = 0; rank < kSplits; ++rank) {
     const ContextShare<kSplits> share{rank};
     std::int32_t base = 0, last = -1;
-    while (base != std::numeric_limits<std::int32_t>::max()) {
-      std::vector<std::uint32_t> masks(static_cast<std::size_t>(rows * words), 0), any(static_cast<std::size_t>(words));
-      std::int32_t beyond = std::numeric_limits<std::int32_t>::max();
+    while (base != kNothingBeyond) {
+      std::vector<std::uint32_t> masks(static_cast<std::size_t>(rows * words), 0);
+      std::int32_t beyond = kNothingBeyond;
       for (std::int32_t row = 0; row < rows; ++row) {
         for (const std::int32_t token : lists[static_cast<std::size_t>(row)]) {
           if (!share.owns(token) || share.local(token) < base) continue;
@@ -233,29 +229,27 @@ int broken_plans(const std::vector<std::vector<std::int32_t>>& lists) {
           }
         }
       }
-      std::vector<std::uint16_t> before;
       std::int32_t total = 0;
-      for (std::int32_t word = 0; word < words; ++word) {
-        for (std::int32_t row = 0; row < rows; ++row) {
-          any[static_cast<std::size_t>(word)] |= masks[static_cast<std::size_t>(row * words + word)];
+      for (std::int32_t word = 0; word < words; ++word) total += population(listed_by_any(masks.data(), rows, words, word));
+      for (std::int32_t first = 0; first < total; first += kQsaListEntries) {
+        std::int32_t before = 0;
+        for (std::int32_t word = 0; word < words; ++word) {
+          const std::uint32_t any = listed_by_any(masks.data(), rows, words, word);
+          write_places(any, 32 * word, before, first, list.data());
+          before += population(any);
         }
-        before.push_back(static_cast<std::uint16_t>(total));
-        total += population(any[static_cast<std::size_t>(word)]);
-      }
-      for (std::int32_t entry = 0; entry < total; ++entry) {
-        const std::int32_t word = word_of_rank(before.data(), 0, words, entry);
-        const std::int32_t place =
-            32 * word + nth_bit(any[static_cast<std::size_t>(word)], entry - before[static_cast<std::size_t>(word)]);
-        const std::int32_t token = share.token(base + place);
-        bad += token <= last;  // ascending
-        last = token;
-        for (std::int32_t row = 0; row < rows; ++row) {
-          if (masks[static_cast<std::size_t>(row * words + place / 32)] >> place % 32 & 1) {
-            gathered[static_cast<std::size_t>(row)].insert(token);
+        for (std::int32_t entry = 0; entry < std::min(total - first, kQsaListEntries); ++entry) {
+          const std::int32_t place = list[static_cast<std::size_t>(entry)], token = share.token(base + place);
+          bad += token <= last;  // ascending
+          last = token;
+          for (std::int32_t row = 0; row < rows; ++row) {
+            if (masks[static_cast<std::size_t>(row * words + place / 32)] >> place % 32 & 1) {
+              gathered[static_cast<std::size_t>(row)].insert(token);
+            }
           }
         }
       }
-      base = beyond == std::numeric_limits<std::int32_t>::max() ? beyond : beyond / 32 * 32;
+      base = beyond == kNothingBeyond ? beyond : beyond / 32 * 32;
     }
   }
   for (std::size_t row = 0; row < lists.size(); ++row) {

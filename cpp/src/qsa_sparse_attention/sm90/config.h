@@ -30,7 +30,8 @@ struct QsaTile<64> {
   static constexpr int kKeys = 128;
 };
 
-constexpr int kQsaPlanBytes = 12 * 1024;
+constexpr int kQsaPlanBytes = 9 * 1024;    // a bit for each row and token of a window
+constexpr int kQsaListEntries = 1536;  // of the union that are written out at a time, 2 bytes each
 
 // Sequences of at most this many rows in a call are short: each group of their rows is shared out to a cluster of
 // kQsaSplits CTAs. Longer ones have groups enough to fill the GPU, one CTA each.

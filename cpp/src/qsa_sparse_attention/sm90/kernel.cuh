@@ -20,6 +20,31 @@
 
 namespace ragged_attention::sm90 {
 
+// A unit's counts, lists and pages on their way to L2, before one read waits for the other; each CTA of the cluster sees
+// to a part. By all lanes of a warp.
+template <typename Traits>
+__device__ __forceinline__ void fetch_ahead(const QsaParams& call, const RowGroup& group) {
+  const int rank = static_cast<int>(blockIdx.x) % Traits::kSplits, lane = static_cast<int>(threadIdx.x) % 32;
+  constexpr std::int64_t kLine = 128;
+  const auto fetch = [](const void* data) { asm volatile("prefetch.global.L2 [%0];" ::"l"(data)); };
+  const auto fetch_part = [&](const char* data, std::int64_t bytes) {
+    const std::int64_t end = bytes * (rank + 1) / Traits::kSplits;
+    for (std::int64_t at = bytes * rank / Traits::kSplits + lane * kLine; at < end; at += 32 * kLine) fetch(data + at);
+  };
+  if (lane < group.rows) fetch(call.counts + (group.begin + lane) * call.counts_stride);
+  const IntegerMatrix& table = call.cache.lookup_table;
+  if (table.row0.stride == 1) {
+    const std::int64_t bytes = table.row0.type == IntegerType::kI64 ? 8 : 4;
+    fetch_part(static_cast<const char*>(table.row0.data) + (group.segment - 1) * table.row_stride * bytes,
+               call.cache.max_pages * bytes);
+  }
+#pragma unroll 1
+  for (int row = 0; row < group.rows; ++row) {
+    fetch_part(reinterpret_cast<const char*>(call.token_indices + (group.begin + row) * call.token_indices_row_stride),
+               4 * call.selection_width);
+  }
+}
+
 // By all lanes of a warp.
 template <typename Traits>
 __device__ __forceinline__ QsaUnit find_unit(const QsaHopperParams& params, std::int64_t number) {
@@ -42,6 +67,7 @@ __device__ __forceinline__ QsaUnit find_unit(const QsaHopperParams& params, std:
   unit.kv_head = static_cast<int>(n % kv_heads);
   if (unit.group.rows > 0 && unit.group.owned) {
     unit.sequence = unit.group.segment - 1;
+    if constexpr (Traits::kShort) fetch_ahead<Traits>(call, unit.group);
     const std::int64_t length =
         visible_length(call.cache_lengths[unit.sequence], call.rows.rows(unit.group.segment).size());
     unit.length = static_cast<std::int32_t>(length < params.longest ? length : params.longest);
@@ -76,6 +102,7 @@ __device__ __forceinline__ QsaUnit scan_units(const QsaHopperParams& params, std
 // By all warps of a role.
 template <typename Traits>
 __device__ __forceinline__ bool next_unit(const QsaHopperParams& params, QsaShared<Traits>& shared, QsaRole role) {
+  role == kProduces ? producers_sync() : consumers_sync();  // the last unit has been read
   if (threadIdx.x / 32 % 4 == 0) {
     const QsaUnit unit = scan_units<Traits>(params, &shared.next_unit[role]);
     if (threadIdx.x % 32 == 0) shared.unit[role] = unit;
@@ -130,10 +157,15 @@ __device__ __forceinline__ void merge(const QsaHopperParams& params, QsaShared<T
   }
 }
 
+// By all threads of the cluster. `releases`: what this thread wrote to shared memory is to be seen by the others.
 template <typename Traits>
-__device__ __forceinline__ void cluster_sync() {
+__device__ __forceinline__ void cluster_sync(bool releases) {
   if constexpr (Traits::kSplits > 1) {
-    cute::cluster_arrive();
+    if (releases) {
+      cute::cluster_arrive();
+    } else {
+      cute::cluster_arrive_relaxed();
+    }
     cute::cluster_wait();
   }
 }
@@ -154,7 +186,20 @@ __global__ void __launch_bounds__(Traits::kThreads, 2)
     cutlass::arch::fence_barrier_init();
   }
   cudaTriggerProgrammaticLaunchCompletion();
-  __syncthreads();
+  // Where there is more to look through than CTAs, there may be nothing for this kernel at all.
+  bool mine = true;
+  if (gridDim.x / Traits::kSplits < params.num_units) {
+    mine = false;
+    const RaggedRows& rows = params.call.params.rows;
+    const RowGroups<Traits::kShort> groups{rows, params.group_rows};
+    for (std::int64_t segment = threadIdx.x; segment < rows.num_segments() && !mine; segment += Traits::kThreads) {
+      mine = groups.takes(rows.rows(segment).size(), rows.owned(segment));
+    }
+  }
+  if (!__syncthreads_or(mine)) {
+    cudaGridDependencySynchronize();
+    return;
+  }
 
   const int rank = static_cast<int>(blockIdx.x) % Traits::kSplits;
   Ring<1> verdicts;
@@ -172,8 +217,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 2)
         again = shared.bad_verdict == static_cast<std::int32_t>(verdicts.position);
         verdicts.advance();
       } while (again);
-      cluster_sync<Traits>();  // partial results are there
-      cluster_sync<Traits>();  // and have been read
+      cluster_sync<Traits>(false);  // partial results are there
+      cluster_sync<Traits>(false);  // and have been read
     }
   } else {
     cutlass::arch::warpgroup_reg_alloc<Traits::kConsumerRegisters>();
@@ -182,7 +227,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 2)
     while (next_unit(params, shared, kConsumes)) {
       consumer.start();
       if (consumer.unit.needs_plan()) {
-        QsaPlanner<Traits, 256>{params, shared, consumer.unit, {rank}, static_cast<int>(threadIdx.x) + 128}.mark(
+        QsaPlanner<Traits>{params, shared, consumer.unit, {rank}, static_cast<int>(threadIdx.x) + 128, 256}.mark(
             0, plan_words(consumer.unit.group.rows));
       }
       consumer.wait_for_q();
@@ -199,12 +244,11 @@ __global__ void __launch_bounds__(Traits::kThreads, 2)
       }
       if constexpr (Traits::kSplits > 1) {
         consumer.store_partial();
-        cluster_sync<Traits>();
+        cluster_sync<Traits>(true);
         merge<Traits>(params, shared, consumer.unit, rank);
-        cluster_sync<Traits>();
+        cluster_sync<Traits>(false);
       } else {
         consumer.store();
-        consumers_sync();  // every warp's products have read Q
       }
     }
   }

@@ -44,6 +44,15 @@ struct QsaUnit {
   __device__ __forceinline__ bool needs_plan() const { return group.owned && group.rows > 1; }
 };
 
+// What the producers gather: the written-out part of a window's plan, or what a row lists of the window.
+struct QsaSource {
+  static constexpr std::int32_t kPlanned = -1, kAsListed = -1;
+  std::int32_t row;         // of the group; or kPlanned
+  std::int32_t base;        // of the window
+  std::int32_t words;       // of the window
+  std::int32_t begin, end;  // entries
+};
+
 // Of a CTA.
 enum QsaRole : int { kConsumes = 0, kProduces = 1 };
 
@@ -54,10 +63,12 @@ struct QsaShared {
   alignas(1024) Element q[Traits::kBlocks][64][kBlockColumns];
   alignas(1024) Element k[Traits::kBlocks][Traits::kKeys][kBlockColumns];
   alignas(1024) Element v[Traits::kBlocks][Traits::kKeys][kBlockColumns];
-  alignas(16) unsigned char plan[kQsaPlanBytes];
-  const char* source[2][Traits::kProducerWarps][32];  // where the tokens of a warp's batch lie, K and V
+  alignas(16) std::uint32_t plan[kQsaPlanBytes / 4];  // [rows][words]
+  std::uint16_t list[kQsaListEntries];
+  const char* token_at[2][Traits::kProducerWarps][32];  // where the tokens of a warp's batch lie, K and V
   QsaUnit unit[2];              // that a role is at; registers are short
   std::int64_t next_unit[2];    // to look at
+  QsaSource source;
   // With K: which of the tile's tokens each row of the group lists; or that the pass has ended.
   std::uint32_t listed[kQsaMaxGroupRows][Traits::kMaskWords];
   std::int32_t end;
@@ -65,7 +76,8 @@ struct QsaShared {
   std::uint64_t k_full, k_empty, v_full, v_empty;
   std::uint64_t verdict;           // by each consumer warp, after the first pass over a group of several rows
   std::int32_t bad_verdict;        // the last one that asked for a second pass
-  std::int32_t warp_total[4];      // the plan's: tokens in each producer warp's words
+  std::int32_t warp_total[Traits::kProducerWarps];  // the plan's: tokens in each producer warp's words
+  std::uint16_t before[128];       // and before those of each producer thread
   std::int32_t beyond, duplicate;  // the plan's: the first local token after the window; a token that a row lists twice
   // The second pass's: tokens of the tile whose values are not all finite, and one of them: its values, and what each
   // row of the product gives it.

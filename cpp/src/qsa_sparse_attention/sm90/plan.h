@@ -1,7 +1,7 @@
 // The plan of a group: the union of its rows' lists, ascending, and which rows list each token. Host+device arithmetic.
 //
-// A plan covers a window of the context: for each of the group's rows a bit for every token, and over them the number
-// of tokens that any row lists before each word of 32. Entry `rank` of the union is then found by a search.
+// A plan covers a window of the context with a bit for every row and token, in words of 32 tokens. From the words, the
+// union is written out as places in the window, kQsaListEntries at a time.
 #pragma once
 
 #include <cstdint>
@@ -33,33 +33,8 @@ RAGGED_ATTENTION_HOST_DEVICE std::int32_t list_share(std::int32_t count, std::in
   return static_cast<std::int32_t>(std::int64_t{count} * rank / splits);
 }
 
-// A plan in its memory.
-struct Plan {
-  std::uint32_t* rows;    // [rows][words]
-  std::uint32_t* any;     // [words]
-  std::uint16_t* before;  // [words]
-};
-RAGGED_ATTENTION_HOST_DEVICE Plan plan_in(void* memory, std::int32_t rows, std::int32_t words) {
-  auto* masks = static_cast<std::uint32_t*>(memory);
-  return {masks, masks + rows * words, reinterpret_cast<std::uint16_t*>(masks + (rows + 1) * words)};
-}
-
-// Words of 32 tokens in a window of a group's plan, within kQsaPlanBytes: a word for each row, one for the union, and 2
-// bytes for its rank.
-RAGGED_ATTENTION_HOST_DEVICE std::int32_t plan_words(std::int32_t rows) {
-  return kQsaPlanBytes / (4 * (rows + 1) + 2) / 4 * 4 - 4;
-}
-
-// The last of the `words` words (at least 1) from `first` on before which at most `rank` tokens lie.
-RAGGED_ATTENTION_HOST_DEVICE std::int32_t word_of_rank(const std::uint16_t* before, std::int32_t first,
-                                                       std::int32_t words, std::int32_t rank) {
-  for (std::int32_t left = words; left > 1;) {
-    const std::int32_t half = left / 2;
-    if (before[first + half] <= rank) first += half;
-    left -= half;
-  }
-  return first;
-}
+// Words of 32 tokens in a window of a group's plan: one for each row, within kQsaPlanBytes.
+RAGGED_ATTENTION_HOST_DEVICE std::int32_t plan_words(std::int32_t rows) { return kQsaPlanBytes / (4 * rows); }
 
 RAGGED_ATTENTION_HOST_DEVICE std::int32_t population(std::uint32_t word) {
 #ifdef __CUDA_ARCH__
@@ -69,17 +44,29 @@ RAGGED_ATTENTION_HOST_DEVICE std::int32_t population(std::uint32_t word) {
 #endif
 }
 
-// Place of the n-th set bit, from 0; n is under population(word).
-RAGGED_ATTENTION_HOST_DEVICE std::int32_t nth_bit(std::uint32_t word, std::int32_t n) {
-  std::int32_t place = 0;
-  for (std::int32_t width = 16; width > 0; width /= 2) {
-    const std::int32_t below = population(word >> place & ((1u << width) - 1));
-    if (n >= below) {
-      n -= below;
-      place += width;
-    }
+RAGGED_ATTENTION_HOST_DEVICE std::int32_t lowest_bit(std::uint32_t word) {
+#ifdef __CUDA_ARCH__
+  return __ffs(static_cast<int>(word)) - 1;
+#else
+  return __builtin_ctz(word);
+#endif
+}
+
+// Tokens that any row lists, of a word.
+RAGGED_ATTENTION_HOST_DEVICE std::uint32_t listed_by_any(const std::uint32_t* masks, std::int32_t rows,
+                                                         std::int32_t words, std::int32_t word) {
+  std::uint32_t any = 0;
+  for (std::int32_t row = 0; row < rows; ++row) any |= masks[row * words + word];
+  return any;
+}
+
+// Writes the places of the set bits of a word, `place` on, whose ranks are in [first, first + kQsaListEntries), to
+// list[rank - first]; the lowest has the rank `rank`.
+RAGGED_ATTENTION_HOST_DEVICE void write_places(std::uint32_t bits, std::int32_t place, std::int32_t rank,
+                                               std::int32_t first, std::uint16_t* list) {
+  for (; bits != 0 && rank < first + kQsaListEntries; bits &= bits - 1, ++rank) {
+    if (rank >= first) list[rank - first] = static_cast<std::uint16_t>(place + lowest_bit(bits));
   }
-  return place;
 }
 
 }  // namespace ragged_attention::sm90

@@ -18,8 +18,8 @@
 
 namespace ragged_attention::sm90 {
 
-// Marks what the rows of a unit list of a window, by kThreads threads.
-template <typename Traits, int kThreads>
+// Marks what the rows of a unit list of a window, by 128 threads or 256.
+template <typename Traits>
 struct QsaPlanner {
   static constexpr std::int32_t kNothingBeyond = 0x7fffffff;
 
@@ -27,37 +27,41 @@ struct QsaPlanner {
   QsaShared<Traits>& shared;
   const QsaUnit& unit;
   ContextShare<Traits::kSplits> share;
-  int thread;
+  int thread, threads;
 
-  __device__ __forceinline__ static void sync() {
-    cutlass::arch::NamedBarrier::sync(kThreads, kThreads == 256 ? kPlanners : kProducers);
+  __device__ __forceinline__ void sync() const {
+    cutlass::arch::NamedBarrier::sync(threads, threads == 256 ? kPlanners : kProducers);
   }
 
   // Of the tokens whose local numbers lie in the 32 * words from `base` on. When all have called it, shared.beyond is
   // the first local number after the window that is listed, and shared.duplicate whether a row lists one twice.
   __device__ __forceinline__ void mark(std::int32_t base, std::int32_t words) {
     const QsaParams& call = params.call.params;
-    std::uint32_t* masks = plan_in(shared.plan, unit.group.rows, words).rows;
-    for (std::int32_t i = thread; i < unit.group.rows * words; i += kThreads) masks[i] = 0;
+    std::uint32_t* masks = shared.plan;
+    for (std::int32_t i = thread; i < unit.group.rows * words; i += threads) masks[i] = 0;
     if (thread == 0) {
       shared.beyond = kNothingBeyond;
       shared.duplicate = 0;
     }
+    const int lane = thread % 32;
+    std::int32_t counts = 0;  // lane r's is row r's
+    if (lane < unit.group.rows) counts = static_cast<std::int32_t>(call.count(unit.group.begin + lane));
     sync();
-    constexpr int kAtOnce = 8;  // loads in flight
+    constexpr int kAtOnce = 9;  // loads in flight: by 256 threads, all of a list of 2051
     const auto places = static_cast<std::uint32_t>(32 * words), length = static_cast<std::uint32_t>(unit.length);
     std::int32_t beyond = kNothingBeyond;
     bool duplicate = false;
 #pragma unroll 1
     for (int row = 0; row < unit.group.rows; ++row) {
-      const auto count = static_cast<std::int32_t>(call.count(unit.group.begin + row));
+      const std::int32_t count = __shfl_sync(0xffffffff, counts, row);
       const std::int32_t* list = call.token_indices + (unit.group.begin + row) * call.token_indices_row_stride;
       std::uint32_t* mine = masks + row * words;
 #pragma unroll 1
-      for (std::int32_t i = thread; i < count; i += kAtOnce * kThreads) {
+      for (std::int32_t first = 0; first < count; first += kAtOnce * threads) {
+        const std::int32_t i = first + thread;
         std::int32_t tokens[kAtOnce];
 #pragma unroll
-        for (int j = 0; j < kAtOnce; ++j) tokens[j] = i + j * kThreads < count ? list[i + j * kThreads] : -1;
+        for (int j = 0; j < kAtOnce; ++j) tokens[j] = i + j * threads < count ? list[i + j * threads] : -1;
 #pragma unroll
         for (int j = 0; j < kAtOnce; ++j) {
           if (static_cast<std::uint32_t>(tokens[j]) >= length || !share.owns(tokens[j])) continue;
@@ -92,48 +96,65 @@ struct QsaProducer {
   const QsaUnit& unit;
   ContextShare<Traits::kSplits> share;  // of this CTA
   Ring<1> k_ring, v_ring;
-  std::int32_t first_word = 0;  // of the plan, with the first entry of the batch looked up last
 
   __device__ __forceinline__ QsaProducer(const QsaHopperParams& params_, QsaShared<Traits>& shared_, int rank)
       : params(params_), shared(shared_), unit(shared_.unit[kProduces]), share{rank} {}
 
-  __device__ __forceinline__ static int thread() { return static_cast<int>(threadIdx.x) % 128; }
+  // Read anew wherever it is asked for: what follows from it would be worked out ahead, and take registers for good.
+  __device__ __forceinline__ static int thread() {
+    int thread;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+    return thread % 128;
+  }
   __device__ __forceinline__ static int warp() { return thread() / 32; }
   __device__ __forceinline__ static int lane() { return thread() % 32; }
   __device__ __forceinline__ const QsaParams& call() const { return params.call.params; }
 
   // Everything that the unit's rows list, once.
   __device__ __forceinline__ void pass(bool again) {
+    constexpr std::int32_t kNothingBeyond = QsaPlanner<Traits>::kNothingBeyond;
     const std::int32_t words = plan_words(unit.group.rows);
-    std::int32_t base = unit.group.owned ? 0 : kNothingBeyond;
-    if (!again && unit.needs_plan()) QsaPlanner<Traits, 256>{params, shared, unit, share, thread()}.mark(base, words);
+    std::int32_t base = unit.group.owned ? 0 : kNothingBeyond;  // of the window
+    std::int32_t next = kNothingBeyond, tokens = 0;             // window after it; of its plan
+    int done = 0, parts = 0;                                    // of the window: lists as they stand, or parts of its plan
+    // Both roles mark the first window: nobody has anything else to do yet.
+    int planners = again ? kThreads : 256;
 #pragma unroll 1
     while (base != kNothingBeyond) {
-      std::int32_t next = kNothingBeyond;
-      // Rows whose lists are gathered as they stand; without any, the plan is.
-      int row = 0, rows = unit.group.rows;
-      std::int32_t planned = 0;
-      if (rows > 1) {
-        if (again || base != 0) QsaPlanner<Traits, kThreads>{params, shared, unit, share, thread()}.mark(base, words);
-        next = make_plan(words, &planned);
-        if (planned >= 0) rows = 1;
+      if (done == parts) {
+        done = 0;
+        tokens = QsaSource::kAsListed;
+        parts = unit.group.rows;
+        if (unit.group.rows > 1) {
+          QsaPlanner<Traits>{params, shared, unit, share, thread(), planners}.mark(base, words);
+          planners = kThreads;
+          next = shared.beyond == kNothingBeyond ? kNothingBeyond : shared.beyond / 32 * 32;
+          if (shared.duplicate == 0) {
+            tokens = rank_words(words);
+            parts = (tokens + kQsaListEntries - 1) / kQsaListEntries;
+          }
+        }
       }
-#pragma unroll 1
-      for (; row < rows; ++row) {
-        Source source{row, base, words, 0, planned};
-        if (unit.group.rows == 1) {
-          const std::int32_t count = count_of(0);
-          source.begin = list_share(count, Traits::kSplits, share.rank);
-          source.end = list_share(count, Traits::kSplits, share.rank + 1);
-        } else if (planned < 0) {
-          source.end = count_of(row);
+      if (done < parts) {
+        QsaSource source{done, base, words, 0, 0};
+        if (tokens != QsaSource::kAsListed) {
+          write_list(words, done * kQsaListEntries);
+          source.row = QsaSource::kPlanned;
+          source.end = min(tokens - done * kQsaListEntries, kQsaListEntries);
         } else {
-          source.row = kPlanned;
+          source.end = count_of(done);
+          if (unit.group.rows == 1) {
+            source.begin = list_share(source.end, Traits::kSplits, share.rank);
+            source.end = list_share(source.end, Traits::kSplits, share.rank + 1);
+          }
         }
         stream(source);
+        ++done;
       }
-      if (unit.group.rows > 1) producers_sync();  // the plan has been read
-      base = next;
+      if (done == parts) {
+        producers_sync();  // the plan has been read
+        base = next;
+      }
     }
     end_pass();
   }
@@ -150,47 +171,31 @@ struct QsaProducer {
     k_ring.advance();
   }
 
-  // What is gathered: the plan of a window, or what a row lists of it.
-  static constexpr int kPlanned = -1;
-  struct Source {
-    int row;  // of the group; or kPlanned
-    std::int32_t base, words;
-    std::int32_t begin, end;  // entries
-  };
-
-  // Entry i of the batch that starts at `first`: of a plan, the place in its window; of a list, as it comes, perhaps still
-  // on its way.
-  __device__ __forceinline__ std::int32_t entry(const Source& source, std::int32_t first, std::int32_t i) {
-    if (first >= source.end) return kNone;
-    if (source.row != kPlanned) return i < source.end ? list_of(source.row)[i] : kNone;
-    const Plan plan = this->plan(source.words);
-    const std::int32_t rank = min(i, source.end - 1);
-    constexpr std::int32_t kNear = 64;  // words that a batch seldom goes beyond
-    const std::int32_t left = source.words - first_word;
-    const bool near = left > kNear && plan.before[first_word + kNear] > first + kBatch * kKeys;
-    const std::int32_t word = word_of_rank(plan.before, first_word, near ? kNear : left, rank);
-    first_word = __shfl_sync(0xffffffff, word, 0);
-    return i < source.end ? 32 * word + nth_bit(plan.any[word], rank - plan.before[word]) : kNone;
+  // Entry i: of a plan, the place in its window; of a list, as it comes, perhaps still on its way.
+  __device__ __forceinline__ std::int32_t entry(std::int32_t i) const {
+    if (i >= shared.source.end) return kNone;
+    if (shared.source.row == QsaSource::kPlanned) return shared.list[i];
+    return list_of(shared.source.row)[i];
   }
-  __device__ __forceinline__ std::int32_t token_of(const Source& source, std::int32_t entry) const {
-    if (source.row == kPlanned) return entry == kNone ? kNone : share.token(source.base + entry);
+  __device__ __forceinline__ std::int32_t token_of(std::int32_t entry) const {
+    if (shared.source.row == QsaSource::kPlanned) return entry == kNone ? kNone : share.token(shared.source.base + entry);
     const std::int32_t token = in_sequence(entry);
     if (unit.group.rows == 1 || token == kNone) return token;
-    const std::int32_t place = share.local(token) - source.base;
-    return share.owns(token) && place >= 0 && place < 32 * source.words ? token : kNone;
+    const std::int32_t place = share.local(token) - shared.source.base;
+    return share.owns(token) && place >= 0 && place < 32 * shared.source.words ? token : kNone;
   }
 
   // Which lanes' entries each row lists: lane r gets row r's.
-  __device__ __forceinline__ std::uint32_t lists(const Source& source, std::int32_t entry, bool valid) const {
-    if (source.row != kPlanned) {
+  __device__ __forceinline__ std::uint32_t lists(std::int32_t entry, bool valid) const {
+    if (shared.source.row != QsaSource::kPlanned) {
       const std::uint32_t all = __ballot_sync(0xffffffff, valid);
-      return lane() == source.row ? all : 0;
+      return lane() == shared.source.row ? all : 0;
     }
-    const std::uint32_t* word = plan(source.words).rows + (valid ? entry / 32 : 0);
+    const std::uint32_t* word = shared.plan + (valid ? entry / 32 : 0);
     std::uint32_t result = 0;
 #pragma unroll 5
     for (int row = 0; row < unit.group.rows; ++row) {
-      const std::uint32_t bits = __ballot_sync(0xffffffff, valid && (word[row * source.words] >> (entry % 32) & 1) != 0);
+      const std::uint32_t bits = __ballot_sync(0xffffffff, valid && (word[row * shared.source.words] >> (entry % 32) & 1) != 0);
       if (lane() == row) result = bits;
     }
     return result;
@@ -208,28 +213,18 @@ struct QsaProducer {
 
   // --- The plan
 
-  __device__ __forceinline__ Plan plan(std::int32_t words) const { return plan_in(shared.plan, unit.group.rows, words); }
-
-  // From the marks: `tokens` are listed, or under 0 if a row lists one of them twice. Returns where the next window
-  // starts.
-  __device__ __forceinline__ std::int32_t make_plan(std::int32_t words, std::int32_t* tokens) {
-    const std::int32_t beyond = shared.beyond;
-    const bool duplicate = shared.duplicate != 0;
-    *tokens = rank_words(words, plan(words));  // and everybody has read `beyond`
-    if (duplicate) *tokens = -1;
-    return beyond == kNothingBeyond ? beyond : beyond / 32 * 32;
+  // The words of this thread: a run of them.
+  __device__ __forceinline__ static std::int32_t first_word(std::int32_t words, int thread) {
+    return min(thread * ((words + kThreads - 1) / kThreads), words);
   }
 
-  // Fills `any` and `before`; returns the number of tokens. Each thread has a run of words.
-  __device__ __forceinline__ std::int32_t rank_words(std::int32_t words, const Plan& plan) {
-    const std::int32_t run = (words + kThreads - 1) / kThreads;
-    const std::int32_t begin = min(thread() * run, words), end = min(begin + run, words);
+  // Counts the tokens that are listed: all of them, and for write_list() those before this thread's words.
+  __device__ __forceinline__ std::int32_t rank_words(std::int32_t words) {
+    const std::int32_t end = first_word(words, thread() + 1);
     std::int32_t mine = 0;
-    for (std::int32_t word = begin; word < end; ++word) {
-      std::uint32_t any = 0;
-      for (int row = 0; row < unit.group.rows; ++row) any |= plan.rows[row * words + word];
-      plan.any[word] = any;
-      mine += population(any);
+#pragma unroll 1
+    for (std::int32_t word = first_word(words, thread()); word < end; ++word) {
+      mine += population(listed_by_any(shared.plan, unit.group.rows, words, word));
     }
     std::int32_t up_to = mine;
 #pragma unroll
@@ -245,12 +240,21 @@ struct QsaProducer {
       if (w < warp()) before += shared.warp_total[w];
       total += shared.warp_total[w];
     }
-    for (std::int32_t word = begin; word < end; ++word) {
-      plan.before[word] = static_cast<std::uint16_t>(before);
-      before += population(plan.any[word]);
-    }
-    producers_sync();
+    shared.before[thread()] = static_cast<std::uint16_t>(before);
     return total;
+  }
+
+  // The places of the tokens from rank `first` on.
+  __device__ __forceinline__ void write_list(std::int32_t words, std::int32_t first) {
+    producers_sync();  // the list has been read, and all of `before` written
+    const std::int32_t end = first_word(words, thread() + 1);
+    std::int32_t rank = shared.before[thread()];
+#pragma unroll 1
+    for (std::int32_t word = first_word(words, thread()); word < end; ++word) {
+      const std::uint32_t any = listed_by_any(shared.plan, unit.group.rows, words, word);
+      write_places(any, 32 * word, rank, first, shared.list);
+      rank += population(any);
+    }
   }
 
   // --- The gather
@@ -289,29 +293,31 @@ struct QsaProducer {
     return 2 * (unit.kv_head * cache.head_stride + page.low * cache.page_stride + within * cache.token_stride);
   }
 
-  __device__ __forceinline__ void stream(const Source& source) {
+  __device__ __forceinline__ void stream(const QsaSource& source) {
+    producers_sync();  // the last one has been read
+    if (thread() == 0) shared.source = source;
+    producers_sync();
     constexpr std::int32_t kEntries = kBatch * kKeys;
     const std::int32_t mine = lane() / kTokens * kKeys + warp() * kTokens + lane() % kTokens;  // of a batch
-    first_word = 0;
-    std::int32_t now = entry(source, source.begin, source.begin + mine);
-    std::int32_t token = token_of(source, now);
+    std::int32_t now = entry(shared.source.begin + mine);
+    std::int32_t token = token_of(now);
     Page page = page_of(token);
-    std::int32_t ahead = entry(source, source.begin + kEntries, source.begin + kEntries + mine);
+    std::int32_t ahead = entry(shared.source.begin + kEntries + mine);
 #pragma unroll 1
-    for (std::int32_t first = source.begin; first < source.end; first += kEntries) {
+    for (std::int32_t first = shared.source.begin; first < shared.source.end; first += kEntries) {
       const bool valid = exists(page);
       const std::int64_t offset = offset_of(token, page);
       __syncwarp();  // the last batch's have been read
-      shared.source[0][warp()][lane()] = valid ? static_cast<const char*>(call().cache.k) + offset : zeros();
-      shared.source[1][warp()][lane()] = valid ? static_cast<const char*>(call().cache.v) + offset : zeros();
-      const std::uint32_t listed = lists(source, now, valid);  // lane r's are row r's
+      shared.token_at[0][warp()][lane()] = valid ? static_cast<const char*>(call().cache.k) + offset : zeros();
+      shared.token_at[1][warp()][lane()] = valid ? static_cast<const char*>(call().cache.v) + offset : zeros();
+      const std::uint32_t listed = lists(now, valid);  // lane r's are row r's
       __syncwarp();
       now = ahead;
-      token = token_of(source, now);
+      token = token_of(now);
       page = page_of(token);
-      ahead = entry(source, first + 2 * kEntries, first + 2 * kEntries + mine);
+      ahead = entry(first + 2 * kEntries + mine);
 #pragma unroll 1
-      for (int tile = 0; tile < kBatch && first + tile * kKeys < source.end; ++tile) {
+      for (int tile = 0; tile < kBatch && first + tile * kKeys < shared.source.end; ++tile) {
         Barrier::wait(&shared.k_empty, k_ring.empty_parity());
         if (lane() < unit.group.rows) {
           using Bits = std::conditional_t<kTokens == 16, std::uint16_t, std::uint32_t>;
@@ -319,13 +325,13 @@ struct QsaProducer {
               static_cast<Bits>(listed >> (tile * kTokens));
         }
         if (thread() == 0) shared.end = 0;
-        copy(shared_address(shared.k), shared.source[0][warp()] + tile * kTokens);
+        copy(shared_address(shared.k), shared.token_at[0][warp()] + tile * kTokens);
         arrive_after_copies(&shared.k_full);
         __syncwarp();
         if (lane() == 0) Barrier::arrive(&shared.k_full);
         k_ring.advance();
         Barrier::wait(&shared.v_empty, v_ring.empty_parity());
-        copy(shared_address(shared.v), shared.source[1][warp()] + tile * kTokens);
+        copy(shared_address(shared.v), shared.token_at[1][warp()] + tile * kTokens);
         arrive_after_copies(&shared.v_full);
         v_ring.advance();
       }
@@ -335,15 +341,21 @@ struct QsaProducer {
   // This warp's part of a tile: eight lanes side by side copy 128 bytes of a token, the warp those of four tokens.
   __device__ __forceinline__ void copy(std::uint32_t to, const char* const* sources) const {
     const int token = lane() / 8, chunk = lane() % 8;
-    const char* from[kTokens / 4];
-#pragma unroll
-    for (int i = 0; i < kTokens / 4; ++i) from[i] = sources[4 * i + token] + chunk * 16;
     to += chunk_offset<kKeys>(warp() * kTokens + token, chunk);
-    copy_rows(to, rows_down(to, 4), from, std::make_index_sequence<kTokens / 4>{});
+    // Addresses first: a read of shared memory between two copies would hold up the second.
+    constexpr int kAtOnce = 4;
+#pragma unroll
+    for (int first = 0; first < kTokens; first += 4 * kAtOnce) {
+      const char* from[kAtOnce];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) from[i] = sources[first + 4 * i + token] + chunk * 16;
+      const std::uint32_t even = to + first * kBlockRowBytes;
+      copy_rows(even, rows_down(even, 4), from, std::make_index_sequence<kAtOnce>{});
+    }
   }
   // The chunks of every second four tokens are swapped alike.
-  template <std::size_t... I>
-  __device__ __forceinline__ void copy_rows(std::uint32_t even, std::uint32_t odd, const char* const (&from)[kTokens / 4],
+  template <std::size_t kCount, std::size_t... I>
+  __device__ __forceinline__ void copy_rows(std::uint32_t even, std::uint32_t odd, const char* const (&from)[kCount],
                                             std::index_sequence<I...>) const {
     (copy_row<static_cast<int>(I / 2 * 8 * kBlockRowBytes)>(I % 2 == 0 ? even : odd, from[I],
                                                             std::make_index_sequence<Traits::kBlocks>{}),
