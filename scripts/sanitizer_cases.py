@@ -37,8 +37,10 @@ MASKS = (
 # And where they have none: one for each portable kernel.
 PORTABLE_HEAD_DIMS = (40, 88, 120, 136, 200)
 
-# More rows than Hopper's short kernels take of a sequence (sm90/config.h): up to D 128, and above.
+# More rows than Hopper's short kernels take of a sequence (sm90/config.h): up to D 128, and above; and QSA's.
 LONG = (260, 1030)
+QSA_HOPPER_HEAD_DIMS = (64, 128, 256)
+LONG_QSA = 131
 
 # Partial tiles of every size that a kernel may use, an empty sequence, and rows that no sequence owns at both ends.
 LENGTHS = (1, 0, 63, 65, 130, 7)
@@ -84,6 +86,13 @@ class Cases:
                 yield (
                     f"ragged {dtype} D {head_dim} {mask}, long and short",
                     self.ragged(dtype, head_dim, mask, window, lengths, heads=(2, 1)),
+                )
+        for dtype, head_dim in itertools.product(DTYPES[1:], QSA_HOPPER_HEAD_DIMS):
+            # A cluster of CTAs for each group of rows, and one CTA; plans, and lists as they stand.
+            for twice in (False, True):
+                yield (
+                    f"qsa {dtype} D {head_dim}, long and short{', tokens listed twice' * twice}",
+                    self.qsa(dtype, head_dim, (12, 1), rows=(1, 6, 0, LONG_QSA), twice=twice),
                 )
         for dtype, head_dim in itertools.product(DTYPES[1:], PORTABLE_HEAD_DIMS):
             yield f"ragged {dtype} D {head_dim}", self.ragged(dtype, head_dim, *MASKS[1])
@@ -174,8 +183,15 @@ class Cases:
             whole[rows] = some
         return expected
 
-    def qsa_operands(self, dtype: str, head_dim: int, heads: tuple[int, int]) -> dict[str, Any]:
-        new_rows, cached = (1, 6, 0, 4), (100, 3, 50, 139)
+    def qsa_operands(
+        self,
+        dtype: str,
+        head_dim: int,
+        heads: tuple[int, int],
+        rows: Sequence[int] = (1, 6, 0, 4),
+        twice: bool = False,
+    ) -> dict[str, Any]:
+        new_rows, cached = rows, (100, 3, 50, PAGES * PAGE_SIZE - 1 - rows[3])
         offsets = np.cumsum([BEFORE, *new_rows]).astype(np.int32)
         total = int(offsets[-1]) + AFTER
         num_pages = len(new_rows) * PAGES + SPARE_PAGES
@@ -188,6 +204,8 @@ class Cases:
                 chosen = self.rng.permutation(length + i + 1)[:WIDTH]
                 indices[row, : len(chosen)] = chosen
                 counts[row] = len(chosen)
+                if twice and row % 3 == 0:
+                    indices[row, len(chosen) - 1] = indices[row, 0]
         return {
             "q": self.normal(dtype, total, heads[0], head_dim),
             "input_row_offsets": offsets,
@@ -205,8 +223,8 @@ class Cases:
         }
         return ragged_attention.qsa_sparse_attention(**tensors, layer_idx=1, return_lse=True)
 
-    def qsa(self, dtype: str, head_dim: int, heads: tuple[int, int]) -> str | None:
-        operands = self.qsa_operands(dtype, head_dim, heads)
+    def qsa(self, dtype: str, head_dim: int, heads: tuple[int, int], **options: Any) -> str | None:
+        operands = self.qsa_operands(dtype, head_dim, heads, **options)
         results = self.call_qsa(operands)
         expected = None
         if self.compare:

@@ -13,6 +13,8 @@ import _frameworks
 import numpy as np
 import pytest
 
+import ragged_attention
+
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # JAX would take most of a GPU that tests share
 
 SEED_VARIABLE = "RAGGED_ATTENTION_TEST_SEED"
@@ -39,6 +41,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         parameters = item.callspec.params if hasattr(item, "callspec") else {}
         if item.get_closest_marker("large") and parameters.get("backend", "cpu") == "cpu":
             item.add_marker(pytest.mark.skip(reason="large: runs on a GPU, and on the CPU only with --large"))
+
+
+@pytest.fixture(scope="session")
+def hopper() -> _frameworks.Framework:
+    """torch on a GPU that the Hopper kernels run on."""
+    framework = _frameworks.open_framework("torch", "cuda")
+    major, minor = framework.xp.cuda.get_device_capability()
+    if (major, minor) != (9, 0):
+        pytest.skip(f"the Hopper kernels need compute capability 9.0; the GPU here has {major}.{minor}")
+    architectures = ragged_attention.build_info()["cuda_architectures"]
+    if "90a-real" not in architectures.split(";"):
+        pytest.skip(f"this build has no Hopper kernels, only kernels for {architectures or 'the CPU'}")
+    return framework
 
 
 @pytest.fixture(scope="session", params=["cpu", "cuda"])

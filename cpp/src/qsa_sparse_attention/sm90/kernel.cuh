@@ -228,7 +228,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 2)
       consumer.start();
       if (consumer.unit.needs_plan()) {
         QsaPlanner<Traits>{params, shared, consumer.unit, {rank}, static_cast<int>(threadIdx.x) + 128, 256}.mark(
-            0, plan_words(consumer.unit.group.rows));
+            0, words_of<Traits>(consumer.unit));
       }
       consumer.wait_for_q();
       consumer.template pass<false>();

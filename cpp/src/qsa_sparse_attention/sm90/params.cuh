@@ -83,7 +83,7 @@ struct QsaShared {
   // row of the product gives it.
   std::uint32_t special[Traits::kMaskWords];
   Element special_weight[64];
-  Element special_value[Traits::kHeadDim];
+  alignas(16) Element special_value[Traits::kHeadDim];
 
   // Once all tiles are consumed: what this CTA has of each row, in the place of Q, K and V.
   static constexpr int kPartialStride = Traits::kHeadDim + 8;  // columns; the 8 spread a quad's rows over the banks

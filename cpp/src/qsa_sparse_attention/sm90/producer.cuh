@@ -82,6 +82,14 @@ struct QsaPlanner {
   }
 };
 
+// Of a window of the unit's plan: no more than the CTA's share of the context has.
+template <typename Traits>
+__device__ __forceinline__ std::int32_t words_of(const QsaUnit& unit) {
+  constexpr std::int32_t kGranule = ContextShare<Traits::kSplits>::kGranule;
+  const std::int32_t granules = (unit.length / kGranule + Traits::kSplits) / Traits::kSplits;
+  return min(plan_words(unit.group.rows), granules * (kGranule / 32));
+}
+
 template <typename Traits>
 struct QsaProducer {
   static constexpr int kKeys = Traits::kKeys;
@@ -113,7 +121,7 @@ struct QsaProducer {
   // Everything that the unit's rows list, once.
   __device__ __forceinline__ void pass(bool again) {
     constexpr std::int32_t kNothingBeyond = QsaPlanner<Traits>::kNothingBeyond;
-    const std::int32_t words = plan_words(unit.group.rows);
+    const std::int32_t words = words_of<Traits>(unit);
     std::int32_t base = unit.group.owned ? 0 : kNothingBeyond;  // of the window
     std::int32_t next = kNothingBeyond, tokens = 0;             // window after it; of its plan
     int done = 0, parts = 0;                                    // of the window: lists as they stand, or parts of its plan
@@ -310,6 +318,9 @@ struct QsaProducer {
       __syncwarp();  // the last batch's have been read
       shared.token_at[0][warp()][lane()] = valid ? static_cast<const char*>(call().cache.k) + offset : zeros();
       shared.token_at[1][warp()][lane()] = valid ? static_cast<const char*>(call().cache.v) + offset : zeros();
+      if constexpr (Traits::kShort) {
+        if (valid && lane() >= kTokens) fetch_row(offset);  // of the batch's later tiles
+      }
       const std::uint32_t listed = lists(now, valid);  // lane r's are row r's
       __syncwarp();
       now = ahead;
@@ -334,7 +345,20 @@ struct QsaProducer {
         copy(shared_address(shared.v), shared.token_at[1][warp()] + tile * kTokens);
         arrive_after_copies(&shared.v_full);
         v_ring.advance();
+        if constexpr (Traits::kShort) {
+          if (tile == 0 && exists(page)) fetch_row(offset_of(token, page));  // of the next batch
+        }
       }
+    }
+  }
+
+  // A token's K and V on their way to L2. What a short sequence lists comes from memory, and two stages alone would not
+  // keep enough of it on the way.
+  __device__ __forceinline__ void fetch_row(std::int64_t offset) const {
+#pragma unroll
+    for (int line = 0; line < Traits::kBlocks; ++line) {
+      asm volatile("prefetch.global.L2 [%0];" ::"l"(static_cast<const char*>(call().cache.k) + offset + line * 128));
+      asm volatile("prefetch.global.L2 [%0];" ::"l"(static_cast<const char*>(call().cache.v) + offset + line * 128));
     }
   }
 

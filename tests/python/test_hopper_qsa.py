@@ -1,0 +1,255 @@
+"""The Hopper kernels of qsa_sparse_attention: every instantiation, groups of rows that share, plans, and bits.
+
+The tests need a GPU of compute capability 9.0 and a build with its kernels. What they check stands in functions of its
+own, which a few small calls of the CPU backend go through too: it makes the same promises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from _cases import Case, listed, qsa_case
+from _checks import assert_all_same_bits
+from _frameworks import Framework
+
+from ragged_attention import supports
+
+HEAD_DIMS = (64, 128, 256)
+DTYPES = ("bfloat16", "float16")
+HEADS = ((24, 2), (12, 1), (6, 1), (3, 1), (16, 1), (2, 1), (4, 4), (33, 1), (64, 1))
+
+# Sequences of at most this many rows are shared out to clusters (sm90/config.h).
+SHORT_ROWS = 128
+# Rows of a sequence around groups of 1 to 10 rows and around that border.
+ROWS = (1, 2, 4, 5, 6, 10, 11, 0, 64, 127, 128, 129, 131, 1)
+# What a plan writes out at a time, and the least tokens that its window holds (sm90/config.h, plan.h).
+LIST_ENTRIES, WINDOW = 1536, 7296
+
+each_head_dim = pytest.mark.parametrize("head_dim", HEAD_DIMS)
+each_dtype = pytest.mark.parametrize("dtype", DTYPES)
+
+Lists = list[Sequence[int]]
+
+
+def lists_alike(rng: np.random.Generator, rows: int, context: int, size: int, kept: float) -> Lists:
+    """Each row keeps about that part of what the row before it lists."""
+    lists: Lists = []
+    chosen = rng.permutation(context)[:size]
+    for _ in range(rows):
+        fresh = rng.permutation(np.setdiff1d(np.arange(context), chosen))
+        swapped = rng.random(len(chosen)) >= kept
+        chosen[swapped] = fresh[: swapped.sum()]
+        lists.append(rng.permutation(chosen).tolist())
+    return lists
+
+
+def check_rows(framework: Framework, rng: np.random.Generator, rows: Sequence[int], **shape: Any) -> None:
+    cached = [int(n) for n in rng.integers(0, 400, len(rows))]
+    qsa_case(rng, rows, cached, before=3, after=2, page_size=16, **shape).run_and_check(framework)
+
+
+def check_duplicates(framework: Framework, rng: np.random.Generator, rows: int, **shape: Any) -> None:
+    """Tokens that a row lists twice, or often, count as often, whatever its neighbours list of them."""
+    lists = lists_alike(rng, rows, 300, 60, 0.8)
+    for row in range(0, rows, 3):
+        lists[row] = [*lists[row][:40], *lists[row][:20]]  # twice in this row, perhaps once in the next
+    if rows > 4:
+        lists[4] = [7] * 60
+    case = qsa_case(rng, [rows], [300], lists=lists, width=70, **shape)
+    case.run_and_check(framework)
+
+
+def poisoned(case: Case, places: Sequence[tuple[int, int]], values: Sequence[float]) -> Case:
+    """Values that are not finite in V of some tokens (and K of the first), each in one column of each kv head."""
+    blocks = case.array("kv_blocks").copy()
+    for i, ((page, offset), value) in enumerate(zip(places, values, strict=True)):
+        blocks[page, 1, 1, offset, :, (7 * i + 3) % blocks.shape[-1]] = value
+    page, offset = places[0]
+    blocks[page, 0, 1, offset, :, 1] = np.nan
+    return case.replace(kv_blocks=blocks)
+
+
+def check_no_leaks(framework: Framework, rng: np.random.Generator, rows: int, **shape: Any) -> None:
+    """0 * NaN counts as a leak: also what rows of the same group list."""
+    shared = rng.permutation(280)[:50].tolist()
+    poison = [280, 285, 290]
+    lists: Lists = [shared if row % 2 == 0 else [*shared[:20], *poison, *shared[20:]] for row in range(rows)]
+    case = qsa_case(rng, [rows], [300], lists=lists, width=64, **shape)
+    clean = case.run(framework)
+    bad = poisoned(case, listed(case, 1, 0)[20:23], (np.nan, np.inf, -np.inf))
+    out, lse = bad.run(framework)
+    even = slice(0, None, 2)
+    assert_all_same_bits((lse[even],), (clean[1][even],), "LSE of rows beside NaN")
+    np.testing.assert_allclose(out[even].astype(np.float32), clean[0][even].astype(np.float32), atol=1e-2)
+    assert np.isnan(out[1::2]).all()  # K of the first is NaN: so are all its weights
+    assert np.isnan(lse[1::2]).all()
+
+
+def check_special_values(framework: Framework, rng: np.random.Generator, rows: int, **shape: Any) -> None:
+    """Values that are not finite reach the rows that list them, in their own columns alone."""
+    shared = rng.permutation(280)[:50].tolist()
+    lists: Lists = [[*shared, 280 + row % 3] for row in range(rows)]
+    case = qsa_case(rng, [rows], [300], lists=lists, width=64, **shape)
+    blocks = case.array("kv_blocks").copy()
+    values = (np.nan, np.inf, -np.inf)
+    for row, value in enumerate(values[: min(rows, 3)]):
+        (page, offset) = listed(case, row, 0)[50]
+        blocks[page, 1, 1, offset, :, 5 + row] = value
+    out, lse = case.replace(kv_blocks=blocks).run(framework)
+    clean_out, clean_lse = case.run(framework)
+    assert_all_same_bits((lse,), (clean_lse,), "LSE beside values that are not finite")
+    for row in range(rows):
+        finite = np.isfinite(out[row].astype(np.float32))
+        assert not finite[:, 5 + row % 3].any()
+        finite[:, 5 + row % 3] = True
+        assert finite.all(), f"row {row}"
+    finite = np.isfinite(out.astype(np.float32))
+    difference = np.abs(out.astype(np.float32) - clean_out.astype(np.float32))[finite]
+    assert difference.max() < 1e-2
+
+
+def check_long_context(framework: Framework, rng: np.random.Generator, rows: int, context: int, **shape: Any) -> None:
+    """More than one window of a plan, and more entries than it writes out at a time; pages used over and over."""
+    lists = lists_alike(rng, rows, context, 700, 0.3)
+    case = qsa_case(rng, [rows], [16], width=700, counts=[0] * rows, page_size=16, **shape)
+    table = rng.integers(0, len(case.array("kv_blocks")), (1, -(-(context + rows) // 16))).astype(np.int32)
+    indices = np.asarray(lists, np.int32)
+    counts = np.full(rows, 700, np.int32)
+    blocks = rng.standard_normal(case.array("kv_blocks").shape).astype(case.array("kv_blocks").dtype)
+    case.replace(
+        kv_blocks=blocks,
+        kv_lookup_table=table,
+        token_indices=indices,
+        counts=counts,
+        cache_lengths=np.asarray([context - rows], np.int32),
+    ).run_and_check(framework)
+
+
+def check_bits(framework: Framework, rng: np.random.Generator, rows: Sequence[int], **shape: Any) -> None:
+    """Of a sequence: alone, anywhere in a batch, with any hint, and every time."""
+    cached = [int(n) for n in rng.integers(0, 500, len(rows))]
+    case = qsa_case(rng, rows, cached, width=90, before=2, after=1, **shape)
+    expected = case.run(framework)
+    for hint in (0, 1, 128, 129, 10**6):
+        assert_all_same_bits(case.run(framework, max_prompt_length=hint), expected, f"with the hint {hint}")
+    for sequence, count in enumerate(rows):
+        if count == 0:
+            continue
+        own = slice(*case.bounds(sequence))
+        alone = case.alone(sequence).run(framework)
+        assert_all_same_bits(alone, (expected[0][own], expected[1][own]), f"sequence {sequence} alone")
+
+
+# On the GPU
+
+
+@each_dtype
+@each_head_dim
+def test_every_instantiation_at_every_border(hopper, rng, dtype, head_dim):
+    check_rows(hopper, rng, ROWS, dtype=dtype, head_dim=head_dim, heads=(24, 2), width=70)
+
+
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+def test_every_size_of_group(hopper, rng, heads):
+    check_rows(hopper, rng, ROWS, dtype="bfloat16", head_dim=128, heads=heads, width=90)
+
+
+@each_dtype
+@each_head_dim
+@pytest.mark.parametrize("rows", [3, 7, 140])
+def test_tokens_listed_twice(hopper, rng, dtype, head_dim, rows):
+    check_duplicates(hopper, rng, rows, dtype=dtype, head_dim=head_dim, heads=(12, 1))
+
+
+@each_dtype
+@each_head_dim
+@pytest.mark.parametrize("rows", [2, 9, 140])
+def test_what_a_neighbour_lists_does_not_leak(hopper, rng, dtype, head_dim, rows):
+    check_no_leaks(hopper, rng, rows, dtype=dtype, head_dim=head_dim, heads=(12, 1))
+
+
+@each_dtype
+@each_head_dim
+@pytest.mark.parametrize("rows", [1, 5, 140])
+def test_values_that_are_not_finite_stay_in_their_columns(hopper, rng, dtype, head_dim, rows):
+    check_special_values(hopper, rng, rows, dtype=dtype, head_dim=head_dim, heads=(12, 1))
+
+
+@pytest.mark.parametrize("heads", [(24, 2), (6, 1), (16, 1)], ids=str)
+@pytest.mark.parametrize("rows", [1, 4, 10, 130])
+@pytest.mark.parametrize("context", [2 * LIST_ENTRIES, 3 * WINDOW, 20 * WINDOW, 3_000_000])
+def test_long_contexts(hopper, rng, heads, rows, context):
+    check_long_context(hopper, rng, rows, context, dtype="bfloat16", head_dim=64, heads=heads)
+
+
+@pytest.mark.parametrize("width", [2051, 8195])
+def test_wide_lists_of_the_model(hopper, rng, width):
+    lists = lists_alike(rng, 7, 9000, width, 0.9)
+    qsa_case(
+        rng, [7], [9000], lists=lists, width=width, dtype="bfloat16", head_dim=256, heads=(12, 1), page_size=128
+    ).run_and_check(hopper)
+
+
+@each_dtype
+@each_head_dim
+def test_bits(hopper, rng, dtype, head_dim):
+    check_bits(hopper, rng, (1, 4, 130, 0, 5, 1, 64, 129), dtype=dtype, head_dim=head_dim, heads=(12, 1))
+
+
+def test_many_short_sequences_beside_a_long_one(hopper, rng):
+    """So many groups that a cluster looks through several, and finds more than one that is its own."""
+    rows = [1, 3] * 40 + [1500] + [2, 1, 0] * 30
+    check_rows(hopper, rng, rows, dtype="bfloat16", head_dim=64, heads=(12, 1), width=30)
+
+
+@each_dtype
+def test_a_replayed_graph_gives_the_same_bits(hopper, rng, dtype):
+    torch = hopper.xp
+    case = qsa_case(rng, [1, 4, 140], [300, 200, 100], dtype=dtype, head_dim=256, heads=(12, 1), width=200)
+    expected = case.run(hopper)
+    tensors = case.tensors(hopper)
+    out, lse = hopper.full(case.out_shape, case.out_dtype), hopper.full(case.out_shape[:2], "float32")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        case.call(hopper, **tensors, out=out, lse=lse, return_lse=True)
+    for _ in range(3):
+        out.fill_(float("nan"))
+        lse.fill_(float("nan"))
+        graph.replay()
+        torch.cuda.synchronize()
+        assert_all_same_bits((hopper.numpy(out), hopper.numpy(lse)), expected, "a replay")
+
+
+@pytest.mark.parametrize("scale", [1e6, -3.0, 0.0])
+def test_scales_of_any_size_and_sign(hopper, rng, scale):
+    qsa_case(rng, [1, 6, 140], [90, 80, 30], dtype="bfloat16", head_dim=128, heads=(12, 1), scale=scale).run_and_check(
+        hopper
+    )
+
+
+def test_what_takes_the_hopper_path(hopper):
+    def path(**query: Any) -> str:
+        return supports("qsa_sparse_attention", device="cuda", **query).path
+
+    for head_dim in HEAD_DIMS:
+        for dtype in DTYPES:
+            assert path(dtype=dtype, head_dim=head_dim, group=12) == "cuda_sm90"
+        assert path(dtype="float32", head_dim=head_dim, group=12) == "cuda_portable"
+        assert path(dtype="bfloat16", head_dim=head_dim, group=65) == "cuda_portable"
+    assert path(dtype="bfloat16", head_dim=96, group=12) == "cuda_portable"
+
+
+# The same of the CPU backend
+
+
+def test_the_cpu_backend_makes_the_same_promises(numpy_cpu, rng):
+    shape = {"dtype": "float32", "head_dim": 16, "heads": (6, 1)}
+    check_rows(numpy_cpu, rng, (1, 5, 0, 7), width=70, **shape)
+    check_duplicates(numpy_cpu, rng, 7, **shape)
+    check_no_leaks(numpy_cpu, rng, 6, **shape)
+    check_special_values(numpy_cpu, rng, 5, **shape)
+    check_long_context(numpy_cpu, rng, 6, 3 * WINDOW, **shape)
+    check_bits(numpy_cpu, rng, (1, 4, 0, 9), **shape)
