@@ -34,8 +34,8 @@ struct QsaParams {
   DType out_dtype;  // float32, float16 or bfloat16
   std::int32_t num_q_heads = 0;
   std::int32_t num_kv_heads = 0;
-  std::int32_t head_dim = 0;  // a multiple of 8, 8 to 256
-  float scale = 1.0f;         // finite; may be 0 or negative
+  std::int32_t head_dim = 0;       // a multiple of 8, 8 to 256
+  float scale = 1.0f;              // finite; may be 0 or negative
   std::int64_t longest_hint = -1;  // max_prompt_length; -1: none given
 
   RAGGED_ATTENTION_HOST_DEVICE std::int32_t group() const { return num_q_heads / num_kv_heads; }

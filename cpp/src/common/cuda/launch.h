@@ -21,7 +21,6 @@ constexpr std::int64_t kMaxGrid = 0x7fffffff;
 template <auto kernel, typename Params>
 void launch(const Params& params, std::int64_t work, int threads, int shared_bytes, int device, cudaStream_t stream,
             const char* doing, bool beside_previous = false, int cluster = 1) {
-  constexpr int kMostPortable = 8;
   constexpr int kDefaultShared = 48 * 1024;
   if (shared_bytes > kDefaultShared) {
     static std::atomic<int> raised[64] = {};  // bytes, by device
@@ -30,11 +29,6 @@ void launch(const Params& params, std::int64_t work, int threads, int shared_byt
       check_cuda(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
                                       cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes),
                  "raising a kernel's shared memory");
-      if (cluster > kMostPortable) {
-        check_cuda(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
-                                        cudaFuncAttributeNonPortableClusterSizeAllowed, 1),
-                   "allowing a kernel's clusters");
-      }
       if (tracked) raised[device].store(shared_bytes, std::memory_order_relaxed);
     }
   }

@@ -1,8 +1,8 @@
 // The Hopper kernels of qsa_sparse_attention: their shapes. Host code reads it too.
 //
-// A CTA has one consumer warpgroup, whose 64 rows of a wgmma are the query heads of one kv head times a few neighbouring
-// rows, and one producer warpgroup, which plans and gathers. Two CTAs share a multiprocessor, so that one gathers while
-// the other plans, waits or stores.
+// A CTA has one consumer warpgroup, whose 64 rows of a wgmma are the query heads of one kv head times a few
+// neighbouring rows, and one producer warpgroup, which plans and gathers. Two CTAs share a multiprocessor, so that one
+// gathers while the other plans, waits or stores.
 #pragma once
 
 #include <cstdint>
@@ -30,13 +30,14 @@ struct QsaTile<64> {
   static constexpr int kKeys = 128;
 };
 
-constexpr int kQsaPlanBytes = 9 * 1024;    // a bit for each row and token of a window
-constexpr int kQsaListEntries = 1536;  // of the union that are written out at a time, 2 bytes each
+constexpr int kQsaPlanBytes = 9 * 1024;  // a bit for each row and token of a window
+constexpr int kQsaListEntries = 1536;    // of the union that are written out at a time, 2 bytes each
 
-// Sequences of at most this many rows in a call are short: each group of their rows is shared out to a cluster of
-// kQsaSplits CTAs. Longer ones have groups enough to fill the GPU, one CTA each.
+// Sequences of at most this many rows in a call are short: row by row, each shared out to a cluster of kQsaSplits CTAs
+// (rows.cuh). Longer ones have groups of rows enough to fill the GPU.
 constexpr std::int64_t kQsaShortRows = 128;
 constexpr int kQsaSplits = 8;
+RAGGED_ATTENTION_HOST_DEVICE bool is_long(std::int64_t rows, bool owned) { return owned && rows > kQsaShortRows; }
 
 // Neighbouring rows that share what they gather: as many as fit 64 rows of a product, up to 10.
 constexpr int kQsaMaxGroupRows = 10;

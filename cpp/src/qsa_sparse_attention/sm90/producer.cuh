@@ -4,10 +4,10 @@
 // context at a time (plan.h). A window in which a row lists a token twice has no such form: there, and for a group of
 // one row, the lists are gathered as they stand.
 //
-// Each warp copies a quarter of every tile, and looks up where its tokens lie for several tiles at once, a token a lane:
-// a batch. It does so ahead: while a batch is copied, the pages of the next are being looked up and the entries of the
-// one after it read. A copy takes 16 bytes a thread, a token's row side by side; the barrier of a stage counts the
-// threads whose copies have landed.
+// Each warp copies a quarter of every tile, and looks up where its tokens lie for several tiles at once, a token a
+// lane: a batch. It does so ahead: while a batch is copied, the pages of the next are being looked up and the entries
+// of the one after it read. A copy takes 16 bytes a thread, a token's row side by side; the barrier of a stage counts
+// the threads whose copies have landed.
 #pragma once
 
 #include <cstddef>
@@ -26,15 +26,14 @@ struct QsaPlanner {
   const QsaHopperParams& params;
   QsaShared<Traits>& shared;
   const QsaUnit& unit;
-  ContextShare<Traits::kSplits> share;
   int thread, threads;
 
   __device__ __forceinline__ void sync() const {
     cutlass::arch::NamedBarrier::sync(threads, threads == 256 ? kPlanners : kProducers);
   }
 
-  // Of the tokens whose local numbers lie in the 32 * words from `base` on. When all have called it, shared.beyond is
-  // the first local number after the window that is listed, and shared.duplicate whether a row lists one twice.
+  // Of the 32 * words tokens from `base` on. When all have called it, shared.beyond is the first token after the window
+  // that is listed, and shared.duplicate whether a row lists one twice.
   __device__ __forceinline__ void mark(std::int32_t base, std::int32_t words) {
     const QsaParams& call = params.call.params;
     std::uint32_t* masks = shared.plan;
@@ -64,8 +63,8 @@ struct QsaPlanner {
         for (int j = 0; j < kAtOnce; ++j) tokens[j] = i + j * threads < count ? list[i + j * threads] : -1;
 #pragma unroll
         for (int j = 0; j < kAtOnce; ++j) {
-          if (static_cast<std::uint32_t>(tokens[j]) >= length || !share.owns(tokens[j])) continue;
-          const std::int32_t place = share.local(tokens[j]) - base;
+          if (static_cast<std::uint32_t>(tokens[j]) >= length) continue;
+          const std::int32_t place = tokens[j] - base;
           if (static_cast<std::uint32_t>(place) < places) {
             const std::uint32_t bit = 1u << place % 32;
             duplicate |= (atomicOr(&mine[static_cast<std::uint32_t>(place) / 32], bit) & bit) != 0;
@@ -82,12 +81,9 @@ struct QsaPlanner {
   }
 };
 
-// Of a window of the unit's plan: no more than the CTA's share of the context has.
-template <typename Traits>
+// Words of a window of the unit's plan: no more than the context has.
 __device__ __forceinline__ std::int32_t words_of(const QsaUnit& unit) {
-  constexpr std::int32_t kGranule = ContextShare<Traits::kSplits>::kGranule;
-  const std::int32_t granules = (unit.length / kGranule + Traits::kSplits) / Traits::kSplits;
-  return min(plan_words(unit.group.rows), granules * (kGranule / 32));
+  return min(plan_words(unit.group.rows), unit.length / 32 + 1);
 }
 
 template <typename Traits>
@@ -96,17 +92,16 @@ struct QsaProducer {
   static constexpr int kTokens = kKeys / Traits::kProducerWarps;  // of a tile, that are this warp's
   static constexpr int kBatch = 32 / kTokens;                     // tiles
   static constexpr int kThreads = 32 * Traits::kProducerWarps;
-  static constexpr std::int32_t kNone = -1;                       // no token
+  static constexpr std::int32_t kNone = -1;  // no token
   static constexpr std::int32_t kNothingBeyond = 0x7fffffff;
 
   const QsaHopperParams& params;
   QsaShared<Traits>& shared;
   const QsaUnit& unit;
-  ContextShare<Traits::kSplits> share;  // of this CTA
   Ring<1> k_ring, v_ring;
 
-  __device__ __forceinline__ QsaProducer(const QsaHopperParams& params_, QsaShared<Traits>& shared_, int rank)
-      : params(params_), shared(shared_), unit(shared_.unit[kProduces]), share{rank} {}
+  __device__ __forceinline__ QsaProducer(const QsaHopperParams& params_, QsaShared<Traits>& shared_)
+      : params(params_), shared(shared_), unit(shared_.unit) {}
 
   // Read anew wherever it is asked for: what follows from it would be worked out ahead, and take registers for good.
   __device__ __forceinline__ static int thread() {
@@ -121,10 +116,10 @@ struct QsaProducer {
   // Everything that the unit's rows list, once.
   __device__ __forceinline__ void pass(bool again) {
     constexpr std::int32_t kNothingBeyond = QsaPlanner<Traits>::kNothingBeyond;
-    const std::int32_t words = words_of<Traits>(unit);
-    std::int32_t base = unit.group.owned ? 0 : kNothingBeyond;  // of the window
-    std::int32_t next = kNothingBeyond, tokens = 0;             // window after it; of its plan
-    int done = 0, parts = 0;                                    // of the window: lists as they stand, or parts of its plan
+    const std::int32_t words = words_of(unit);
+    std::int32_t base = 0;                           // of the window
+    std::int32_t next = kNothingBeyond, tokens = 0;  // window after it; of its plan
+    int done = 0, parts = 0;                         // of the window: lists as they stand, or parts of its plan
     // Both roles mark the first window: nobody has anything else to do yet.
     int planners = again ? kThreads : 256;
 #pragma unroll 1
@@ -134,7 +129,7 @@ struct QsaProducer {
         tokens = QsaSource::kAsListed;
         parts = unit.group.rows;
         if (unit.group.rows > 1) {
-          QsaPlanner<Traits>{params, shared, unit, share, thread(), planners}.mark(base, words);
+          QsaPlanner<Traits>{params, shared, unit, thread(), planners}.mark(base, words);
           planners = kThreads;
           next = shared.beyond == kNothingBeyond ? kNothingBeyond : shared.beyond / 32 * 32;
           if (shared.duplicate == 0) {
@@ -144,17 +139,13 @@ struct QsaProducer {
         }
       }
       if (done < parts) {
-        QsaSource source{done, base, words, 0, 0};
+        QsaSource source{done, base, words, 0};
         if (tokens != QsaSource::kAsListed) {
           write_list(words, done * kQsaListEntries);
           source.row = QsaSource::kPlanned;
           source.end = min(tokens - done * kQsaListEntries, kQsaListEntries);
         } else {
           source.end = count_of(done);
-          if (unit.group.rows == 1) {
-            source.begin = list_share(source.end, Traits::kSplits, share.rank);
-            source.end = list_share(source.end, Traits::kSplits, share.rank + 1);
-          }
         }
         stream(source);
         ++done;
@@ -186,11 +177,11 @@ struct QsaProducer {
     return list_of(shared.source.row)[i];
   }
   __device__ __forceinline__ std::int32_t token_of(std::int32_t entry) const {
-    if (shared.source.row == QsaSource::kPlanned) return entry == kNone ? kNone : share.token(shared.source.base + entry);
+    if (shared.source.row == QsaSource::kPlanned) return entry == kNone ? kNone : shared.source.base + entry;
     const std::int32_t token = in_sequence(entry);
-    if (unit.group.rows == 1 || token == kNone) return token;
-    const std::int32_t place = share.local(token) - shared.source.base;
-    return share.owns(token) && place >= 0 && place < 32 * shared.source.words ? token : kNone;
+    if (!unit.shares() || token == kNone) return token;
+    const std::int32_t place = token - shared.source.base;
+    return place >= 0 && place < 32 * shared.source.words ? token : kNone;
   }
 
   // Which lanes' entries each row lists: lane r gets row r's.
@@ -203,7 +194,8 @@ struct QsaProducer {
     std::uint32_t result = 0;
 #pragma unroll 5
     for (int row = 0; row < unit.group.rows; ++row) {
-      const std::uint32_t bits = __ballot_sync(0xffffffff, valid && (word[row * shared.source.words] >> (entry % 32) & 1) != 0);
+      const std::uint32_t bits =
+          __ballot_sync(0xffffffff, valid && (word[row * shared.source.words] >> (entry % 32) & 1) != 0);
       if (lane() == row) result = bits;
     }
     return result;
@@ -307,20 +299,17 @@ struct QsaProducer {
     producers_sync();
     constexpr std::int32_t kEntries = kBatch * kKeys;
     const std::int32_t mine = lane() / kTokens * kKeys + warp() * kTokens + lane() % kTokens;  // of a batch
-    std::int32_t now = entry(shared.source.begin + mine);
+    std::int32_t now = entry(mine);
     std::int32_t token = token_of(now);
     Page page = page_of(token);
-    std::int32_t ahead = entry(shared.source.begin + kEntries + mine);
+    std::int32_t ahead = entry(kEntries + mine);
 #pragma unroll 1
-    for (std::int32_t first = shared.source.begin; first < shared.source.end; first += kEntries) {
+    for (std::int32_t first = 0; first < shared.source.end; first += kEntries) {
       const bool valid = exists(page);
       const std::int64_t offset = offset_of(token, page);
       __syncwarp();  // the last batch's have been read
       shared.token_at[0][warp()][lane()] = valid ? static_cast<const char*>(call().cache.k) + offset : zeros();
       shared.token_at[1][warp()][lane()] = valid ? static_cast<const char*>(call().cache.v) + offset : zeros();
-      if constexpr (Traits::kShort) {
-        if (valid && lane() >= kTokens) fetch_row(offset);  // of the batch's later tiles
-      }
       const std::uint32_t listed = lists(now, valid);  // lane r's are row r's
       __syncwarp();
       now = ahead;
@@ -332,8 +321,7 @@ struct QsaProducer {
         Barrier::wait(&shared.k_empty, k_ring.empty_parity());
         if (lane() < unit.group.rows) {
           using Bits = std::conditional_t<kTokens == 16, std::uint16_t, std::uint32_t>;
-          reinterpret_cast<Bits*>(shared.listed[lane()])[warp()] =
-              static_cast<Bits>(listed >> (tile * kTokens));
+          reinterpret_cast<Bits*>(shared.listed[lane()])[warp()] = static_cast<Bits>(listed >> (tile * kTokens));
         }
         if (thread() == 0) shared.end = 0;
         copy(shared_address(shared.k), shared.token_at[0][warp()] + tile * kTokens);
@@ -345,20 +333,7 @@ struct QsaProducer {
         copy(shared_address(shared.v), shared.token_at[1][warp()] + tile * kTokens);
         arrive_after_copies(&shared.v_full);
         v_ring.advance();
-        if constexpr (Traits::kShort) {
-          if (tile == 0 && exists(page)) fetch_row(offset_of(token, page));  // of the next batch
-        }
       }
-    }
-  }
-
-  // A token's K and V on their way to L2. What a short sequence lists comes from memory, and two stages alone would not
-  // keep enough of it on the way.
-  __device__ __forceinline__ void fetch_row(std::int64_t offset) const {
-#pragma unroll
-    for (int line = 0; line < Traits::kBlocks; ++line) {
-      asm volatile("prefetch.global.L2 [%0];" ::"l"(static_cast<const char*>(call().cache.k) + offset + line * 128));
-      asm volatile("prefetch.global.L2 [%0];" ::"l"(static_cast<const char*>(call().cache.v) + offset + line * 128));
     }
   }
 
@@ -388,7 +363,7 @@ struct QsaProducer {
   template <int kTo, std::size_t... kBlock>
   __device__ __forceinline__ void copy_row(std::uint32_t to, const char* from, std::index_sequence<kBlock...>) const {
     (copy_16<kTo + static_cast<int>(kBlock) * kKeys * kBlockRowBytes, static_cast<int>(kBlock) * kBlockRowBytes>(to,
-                                                                                                               from),
+                                                                                                                 from),
      ...);
   }
 
