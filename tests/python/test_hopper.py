@@ -411,6 +411,31 @@ def test_the_scale_is_any_positive_number(hopper, rng, head_dim, dtype):
 
 @each_dtype
 @each_head_dim
+def test_scores_of_any_size(hopper, rng, head_dim, dtype):
+    """Every kernel, with logits whose rounding alone is more than a softmax can bear: ties have to stay ties."""
+    lengths = [1, 11, 150, short_rows(head_dim) + 200]
+    case = ragged_case(rng, lengths, heads=(4, 2), head_dim=head_dim, dtype=dtype)
+    q, k = np.zeros_like(case.array("q")), np.zeros_like(case.array("k"))
+    # 1e9 and its neighbours, both signs, many keys alike.
+    q[:, :, 0] = rng.choice([-16384, 16384], q.shape[:2])
+    k[:, :, 0] = rng.choice([-2, 1, 2, 1.5], k.shape[:2]) * 16384
+    for mask in (masked("causal", -1), masked("null", -1), masked("sliding_window_causal", 37)):
+        check_sampled(hopper, rng, case.replace(q=q, k=k, scale=2.0, unit_normal=False, **mask), each=6)
+
+
+@each_head_dim
+def test_equal_large_logits_over_a_long_sequence(hopper, rng, head_dim):
+    """A factor that is not quite 1 while the maximum stays would add up over the tiles."""
+    case = ragged_case(rng, [5000], heads=(2, 1), head_dim=head_dim, dtype="bfloat16")
+    q, k = np.zeros_like(case.array("q")), np.zeros_like(case.array("k"))
+    q[:, :, 0], k[:, :, 0] = 100, 120
+    q[1::3] *= -1
+    for mask in (masked("causal", -1), masked("sliding_window_causal", 100)):
+        check_sampled(hopper, rng, case.replace(q=q, k=k, scale=1.0, unit_normal=False, **mask), each=30)
+
+
+@each_dtype
+@each_head_dim
 def test_nothing_of_other_sequences_or_of_no_sequence_leaks(hopper, rng, head_dim, dtype):
     """Sequences that end inside a tile, in the short and in the long kernel and between tiny ones."""
     lengths = [21, 50, 9, 16, 130, 5, short_rows(head_dim) + 30, 1, 70, short_rows(head_dim) + 7]
@@ -540,6 +565,26 @@ def varied_cases(rng: np.random.Generator, count: int) -> list[Case]:
 def integers(torch: Any, tensor: Any) -> Any:
     """The tensor's bits."""
     return tensor.view(torch.int32 if tensor.element_size() == 4 else torch.int16)
+
+
+def test_the_next_kernel_on_the_stream_finds_the_results(hopper, rng):
+    """The second of a call's kernels starts before the first has ended; nothing behind them may."""
+    torch = hopper.xp
+    cases = varied_cases(rng, 8)
+    expected = [case.run(hopper) for case in cases]
+    tensors = [case.tensors(hopper) for case in cases]
+    out = [
+        torch.empty(case.out_shape, dtype=given["q"].dtype, device="cuda")
+        for case, given in zip(cases, tensors, strict=True)
+    ]
+    read = []
+    for _ in range(10):
+        for index, case in enumerate(cases):
+            out[index].fill_(float("nan"))
+            case.call(hopper, **tensors[index], out=out[index])
+            read.append((index, out[index].clone()))
+    for index, result in read:
+        assert_same_bits(hopper.numpy(result), expected[index][0], f"case {index} read at once", "after a wait")
 
 
 def test_two_streams_at_once(hopper, rng):

@@ -5,9 +5,10 @@
 //   Scheduler: draws work, finds its tile from the offsets on the device, hands it on and loads Q, ahead by as many
 //     tiles as Q has stages.
 //   Loader: K and V, tile by tile, through two rings of TMA stages.
-//   Consumers, for key tile t + 1: issue S = Q K[t + 1]^T, then O += P V[t]; while O is in flight, softmax of S; then P
-//     takes S's place. The exponentials of a tile so run under the products of the one before.
-//     With `turns`, a warpgroup waits for its turn to issue, so that one's softmax runs under the other's products.
+//   Consumers, for key tile t + 1: issue S = Q K[t + 1]^T, then O += P V[t], one behind the other; softmax of S; then P
+//     takes S's place. The exponentials of a warpgroup so run under the products of another one: of the same CTA, which
+//     with `turns` waits for its turn to issue, or of another CTA. At D 192 and 256 in the long kernel, without turns,
+//     they also run under the warpgroup's own O += P V.
 //   Epilogue: O / sum into Q's place in shared memory, from there by TMA, clipped at the sequence's end; LSE beside it.
 // Rows past the sequence's end arrive as zeros (ragged_coordinates.h), so nothing of another sequence is ever
 // multiplied. Key tiles start at the first key that the tile's first row sees: bits depend on the sequence alone.
@@ -40,14 +41,17 @@ struct RaggedTraits {
   using Schedule = sm90::Schedule<kBlockM, kLong ? Tiles<kHeadDim>::kShortRows : 0>;
 
   // setmaxnreg moves registers between whole warpgroups, so with it the producers are one too (two of its warps sleep).
-  static constexpr bool kMovesRegisters = kConsumers > 1;
+  static constexpr bool kMovesRegisters = kConsumers > 1 || kShape.ctas > 2;
   static constexpr int kProducerThreads = kMovesRegisters ? 128 : 64;
   static constexpr int kThreads = 128 * kConsumers + kProducerThreads;
-  // Together no more than the launch allocates, 168 or 128 for every thread: setmaxnreg waits for ever for the rest.
-  static constexpr int kProducerRegisters = kConsumers == 3 ? 56 : 40;
-  static constexpr int kConsumerRegisters = kConsumers == 3 ? 152 : 232;
-  static_assert(!kMovesRegisters ||
-                kConsumers * kConsumerRegisters + kProducerRegisters <= (kConsumers + 1) * (65536 / kThreads / 8 * 8));
+  // Together no more than the launch allocates: setmaxnreg waits for ever for the rest.
+  static constexpr Registers kRegisters = registers(kShape);
+  static_assert(!kMovesRegisters || kConsumers * kRegisters.consumer + kRegisters.producer <=
+                                        (kConsumers + 1) * (65536 / (kThreads * kShape.ctas) / 8 * 8));
+
+  // A softmax of few instructions that runs under the product of O, and O brought to a new maximum under the next
+  // scores' product, only where there is one: 9 % at D 256 and 16384 rows. Up to D 128, with turns, slower.
+  static constexpr bool kVoted = kLong && kHeadDim > 128;
 
   static_assert(kBlockN % 16 == 0 && kHeadDim % 16 == 0);
 };
@@ -74,7 +78,12 @@ struct Shared {
   std::uint64_t v_full[Traits::kVStages], v_empty[Traits::kVStages];
   TileWork<Traits::kConsumers> work[Traits::kQStages];  // goes with Q
   TileWork<Traits::kConsumers> next;                    // the scheduler's own: registers are short there
+  int tiny;                                             // of Work, what there is beside tiles; here likewise
 };
+
+// A multiprocessor has 228 KB, of which the system takes 1 KB a CTA.
+template <typename Traits>
+constexpr bool kFits = Traits::kShape.ctas * (sizeof(Shared<Traits>) + 1024) <= 228 * 1024;
 
 // After the consumers.
 enum ProducerWarp : int { kSchedulerWarp = 0, kLoaderWarp = 1 };
@@ -239,7 +248,10 @@ struct Consumer {
   float output[kHeadDim / 2];
 
   __device__ __forceinline__ Consumer(const RaggedKernelParams& params_, Shared<Traits>& shared_)
-      : params(params_), shared(shared_), warpgroup(__shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / 128, 0)) {}
+      : params(params_),
+        shared(shared_),
+        // Known where it can be: the register is short with three CTAs.
+        warpgroup(kConsumers == 1 ? 0 : __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / 128, 0)) {}
 
   __device__ __forceinline__ static int warp() { return static_cast<int>(threadIdx.x) / 32 % 4; }  // of the warpgroup
   __device__ __forceinline__ static int lane() { return static_cast<int>(threadIdx.x) % 32; }
@@ -294,9 +306,16 @@ struct Consumer {
 
   // --- Products, issued and committed; nothing waits here.
 
+  // In the voted kernels the compiler does not see that all lanes have the same address: it would move descriptors to
+  // uniform registers for each product.
+  __device__ __forceinline__ static std::uint32_t uniform_address(const void* buffer) {
+    const std::uint32_t address = shared_address(buffer);
+    return Traits::kVoted ? __shfl_sync(0xffffffff, address, 0) : address;
+  }
+
   __device__ __forceinline__ void issue_scores() {
-    const std::uint64_t q = descriptor_k_major(shared_address(shared.q[q_ring.index()][0][64 * warpgroup]));
-    const std::uint64_t k = descriptor_k_major(shared_address(shared.k[k_ring.index()]));
+    const std::uint64_t q = descriptor_k_major(uniform_address(shared.q[q_ring.index()][0][64 * warpgroup]));
+    const std::uint64_t k = descriptor_k_major(uniform_address(shared.k[k_ring.index()]));
     pin(scores);
     wgmma_fence();
 #pragma unroll
@@ -310,7 +329,7 @@ struct Consumer {
   }
 
   __device__ __forceinline__ void issue_output(bool accumulate) {
-    const std::uint64_t v = descriptor_n_major(shared_address(shared.v[v_ring.index()]), sizeof(shared.v[0][0]));
+    const std::uint64_t v = descriptor_n_major(uniform_address(shared.v[v_ring.index()]), sizeof(shared.v[0][0]));
     pin(output);
     pin(probabilities);
     wgmma_fence();
@@ -368,8 +387,7 @@ struct Consumer {
     }
   }
 
-  // Two products in flight: the scores of a tile of keys and the output of the one before, under whose product the
-  // softmax runs.
+  // Two products in flight: the scores of a tile of keys and the output of the one before.
   __device__ __forceinline__ void attend(const TileWork<kConsumers>& work, OnlineSoftmax& softmax) {
     // Needed in every turn of the loop, where a read would be waited for; but at D 256 there are no registers for it.
     const std::conditional_t<(kHeadDim > 192), const KeySpan&, const KeySpan> span = work.span[warpgroup];
@@ -383,15 +401,16 @@ struct Consumer {
     pin(scores);
     release_k(keep);
     mask(work.tile, span, key);
-    softmax.update(scores, factor);
+    softmax.template update<Traits::kVoted>(scores, factor);
     pack_all<Element>(scores, probabilities);
-    bool accumulate = false;
+    bool accumulate = false, moved = false;
 #pragma unroll 1
     for (int left = span.last_tile - span.first_tile - 1; left > 0; --left) {
       key += kBlockN;
       wait_k();
       take_turn();
       issue_scores();
+      if (Traits::kVoted && moved) scale_rows(output, factor);
       wait_v();
       issue_output(accumulate);
       accumulate = true;
@@ -400,16 +419,21 @@ struct Consumer {
       pin(scores);
       release_k(keep);
       mask(work.tile, span, key);
-      softmax.update(scores, factor);
-      wgmma_wait<0>();
-      pin(output);
-      pin(probabilities);
-      release_v(keep);
+      // The assembler would bring this wait forward to here anyway, if not for the vote in the softmax. Held behind the
+      // softmax it costs up to 5 % at D 64: it is other warpgroups' products that run meanwhile.
+      if (!Traits::kVoted) finish_output(keep);
+      moved = softmax.template update<Traits::kVoted>(scores, factor);
+      if (Traits::kVoted) finish_output(keep);
       pack_all<Element>(scores, probabilities);
-      scale_rows(output, factor);
+      if (!Traits::kVoted) scale_rows(output, factor);
     }
+    if (Traits::kVoted && moved) scale_rows(output, factor);
     wait_v();
     issue_output(accumulate);
+    finish_output(keep);
+  }
+
+  __device__ __forceinline__ void finish_output(bool keep) {
     wgmma_wait<0>();
     pin(output);
     pin(probabilities);
@@ -492,7 +516,7 @@ struct Consumer {
 };
 
 // What there is for this kernel to do.
-enum Work : int { kTiles = 1, kTinySequences = 2, kAllWork = 3 };
+enum Work : int { kTiles = 1, kTokens = 2, kTinySequences = 4, kAllWork = 7 };
 
 // What this thread's segments ask for: all threads together see all segments.
 template <typename Traits>
@@ -500,33 +524,107 @@ __device__ __forceinline__ int find_work(const typename Traits::Schedule& schedu
   const RaggedRows& rows = schedule.rows;
   constexpr int all = Traits::kLong ? kTiles : kAllWork;
   int found = 0;
-  for (std::int64_t segment = threadIdx.x; segment < rows.num_segments() && found != all; segment += blockDim.x) {
-    const std::int64_t length = rows.rows(segment).size();
-    if (schedule.takes(length, rows.owned(segment))) found |= kTiles;
-    if (!Traits::kLong && is_tiny(length, rows.owned(segment))) found |= kTinySequences;
+  // Several at once: each is a round trip to memory. As many as registers allow.
+  constexpr int kAtOnce = Traits::kShape.ctas > 2 ? 2 : (!Traits::kLong && Traits::kMovesRegisters ? 4 : 8);
+  const std::int64_t segments = rows.num_segments();
+#pragma unroll 1
+  for (std::int64_t first = threadIdx.x; first < segments && found != all; first += kAtOnce * blockDim.x) {
+    std::int64_t begin[kAtOnce], end[kAtOnce];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const std::int64_t segment = first + i * blockDim.x;
+      begin[i] = rows.boundary(segment);
+      end[i] = rows.boundary(segment + 1);
+    }
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const std::int64_t segment = first + i * blockDim.x, length = end[i] - begin[i];
+      if (segment >= segments || length <= 0) continue;
+      if (schedule.takes(length, rows.owned(segment))) found |= kTiles;
+      if (!Traits::kLong && is_tiny(length, rows.owned(segment))) found |= length == 1 ? kTokens : kTinySequences;
+    }
   }
   return found;
 }
 
 // By all warps of the grid; where registers have moved to the consumers, by theirs.
 template <typename Traits>
-__device__ __forceinline__ void attend_tiny_sequences(const RaggedKernelParams& params) {
-  const TinySequence<typename Traits::Element, Traits::kHeadDim> sequence(params);
-  const int kv_heads = params.num_heads / params.group;
-  constexpr int kWarps = Traits::kMovesRegisters ? 4 * Traits::kConsumers : Traits::kThreads / 32;
-  const std::int64_t tasks = params.rows.batch * kv_heads, step = std::int64_t{gridDim.x} * kWarps;
-  for (std::int64_t task = std::int64_t{blockIdx.x} * kWarps + threadIdx.x / 32; task < tasks; task += step) {
-    const std::int64_t segment = task / kv_heads + 1;
-    const RowRange range = params.rows.rows(segment);
-    if (is_tiny(range.size(), true)) {
-      sequence.run(range.begin, static_cast<int>(range.size()), static_cast<int>(task % kv_heads));
+struct TinySequences {
+  using Sequence = TinySequence<typename Traits::Element, Traits::kHeadDim>;
+  static constexpr int kWarps = Traits::kMovesRegisters ? 4 * Traits::kConsumers : Traits::kThreads / 32;
+
+  const RaggedKernelParams& params;
+
+  __device__ __forceinline__ void run(int work) const {
+    if (work & kTokens) attend_tokens();
+    if (work & kTinySequences) attend_others();
+  }
+
+  __device__ __forceinline__ static std::uint32_t warps() { return gridDim.x * kWarps; }
+  __device__ __forceinline__ static std::uint32_t warp() { return blockIdx.x * kWarps + threadIdx.x / 32; }
+  __device__ __forceinline__ std::uint32_t kv_heads() const {
+    return static_cast<std::uint32_t>(params.num_heads / params.group);
+  }
+
+  // Those of one token.
+  __device__ __forceinline__ void attend_tokens() const {
+    const Sequence sequence(params);
+    constexpr std::uint32_t kHeads = Sequence::kTokenHeads;
+    const auto lane = static_cast<int>(threadIdx.x % 32);
+    const std::uint32_t parts = (kv_heads() + kHeads - 1) / kHeads;
+    const std::uint32_t tasks = static_cast<std::uint32_t>(params.rows.batch) * parts;
+#pragma unroll 1
+    for (std::uint32_t first = warp(); first < tasks; first += 32 * warps()) {
+      // Every lane looks up one of the warp's next 32 tasks.
+      const std::uint32_t task = first + lane * warps();
+      RowRange range;
+      if (task < tasks) range = params.rows.rows(task / parts + 1);
+      const auto my_row = static_cast<int>(range.begin), my_head = static_cast<int>(task % parts * kHeads);
+      std::uint32_t tokens = __ballot_sync(0xffffffff, range.size() == 1);
+#pragma unroll 1
+      while (tokens != 0) {
+        // Two at a time: each is a round trip to memory.
+        const int a = __ffs(static_cast<int>(tokens)) - 1;
+        tokens &= tokens - 1;
+        const bool two = tokens != 0;
+        const int b = two ? __ffs(static_cast<int>(tokens)) - 1 : a;
+        tokens &= two ? tokens - 1 : tokens;
+        auto one = sequence.load_token(__shfl_sync(0xffffffff, my_row, a), __shfl_sync(0xffffffff, my_head, a),
+                                       static_cast<int>(kv_heads()), true);
+        auto other = sequence.load_token(__shfl_sync(0xffffffff, my_row, b), __shfl_sync(0xffffffff, my_head, b),
+                                         static_cast<int>(kv_heads()), two);
+        sequence.attend_token(one);
+        sequence.attend_token(other);
+      }
     }
   }
-}
+
+  __device__ __forceinline__ void attend_others() const {
+    const Sequence sequence(params);
+    const std::uint32_t tasks = static_cast<std::uint32_t>(params.rows.batch) * kv_heads();
+    std::uint32_t task = warp();
+    if (task >= tasks) return;
+    RowRange range = params.rows.rows(task / kv_heads() + 1);
+#pragma unroll 1
+    while (true) {
+      // The next one's rows are on their way meanwhile.
+      const std::uint32_t next = task + warps();
+      RowRange next_range;
+      if (next < tasks) next_range = params.rows.rows(next / kv_heads() + 1);
+      if (range.size() > 1 && is_tiny(range.size(), true)) {
+        sequence.run(range.begin, static_cast<int>(range.size()), static_cast<int>(task % kv_heads()));
+      }
+      if (next >= tasks) return;
+      task = next;
+      range = next_range;
+    }
+  }
+};
 
 template <typename Traits>
 __global__ void __launch_bounds__(Traits::kThreads, Traits::kShape.ctas)
     ragged_kernel(const __grid_constant__ RaggedKernelParams params) {
+  static_assert(kFits<Traits>);
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
   auto& shared = *reinterpret_cast<Shared<Traits>*>(shared_bytes);
   if (threadIdx.x == 0) {
@@ -549,11 +647,15 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kShape.ctas)
   const typename Traits::Schedule schedule{params.rows, params.longest, params.num_heads, params.band,
                                            params.unit_heads};
   const int mine = find_work<Traits>(schedule);
-  const bool tiles = __syncthreads_or(mine & kTiles), tiny = __syncthreads_or(mine & kTinySequences);
+  if constexpr (!Traits::kLong) {
+    const int tokens = __syncthreads_or(mine & kTokens), others = __syncthreads_or(mine & kTinySequences);
+    if (threadIdx.x == 0) shared.tiny = (tokens != 0 ? kTokens : 0) | (others != 0 ? kTinySequences : 0);
+  }
+  const bool tiles = __syncthreads_or(mine & kTiles);
   const bool consumes = threadIdx.x < 128 * Traits::kConsumers;
-  if (tiles || tiny) {
+  if (tiles || (!Traits::kLong && shared.tiny != 0)) {
     if (!consumes) {
-      if constexpr (Traits::kMovesRegisters) cutlass::arch::warpgroup_reg_dealloc<Traits::kProducerRegisters>();
+      if constexpr (Traits::kMovesRegisters) cutlass::arch::warpgroup_reg_dealloc<Traits::kRegisters.producer>();
       const auto warp = static_cast<int>(threadIdx.x) / 32 - 4 * Traits::kConsumers;
       if (!tiles) {
         // nothing to load
@@ -563,16 +665,16 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kShape.ctas)
         Loader<Traits>{params, shared}.run();
       }
     } else {
-      if constexpr (Traits::kMovesRegisters) cutlass::arch::warpgroup_reg_alloc<Traits::kConsumerRegisters>();
+      if constexpr (Traits::kMovesRegisters) cutlass::arch::warpgroup_reg_alloc<Traits::kRegisters.consumer>();
       if (tiles) Consumer<Traits>(params, shared).run();
       if constexpr (!Traits::kLong && Traits::kMovesRegisters) {
         __syncwarp();  // one thread may come later, from its last store
-        if (tiny) attend_tiny_sequences<Traits>(params);
+        TinySequences<Traits>{params}.run(shared.tiny);
       }
     }
     if constexpr (!Traits::kLong && !Traits::kMovesRegisters) {
       __syncwarp();
-      if (tiny) attend_tiny_sequences<Traits>(params);
+      TinySequences<Traits>{params}.run(shared.tiny);
     }
   }
   if (threadIdx.x == 128 * Traits::kConsumers && params.tickets != nullptr) {  // the thread that drew

@@ -111,9 +111,13 @@ RAGGED_ATTENTION_HOST_DEVICE std::int32_t heads_in_band(const RaggedRows& rows, 
 }
 
 // Without tickets (tickets.h), the unit a CTA takes in its `round`: there and back again, so that no CTA gets the
-// longer tile of every round.
+// longer tile of every round; and every other round from elsewhere, so that none meets empty ids more often than others
+// where those come at regular intervals.
 RAGGED_ATTENTION_HOST_DEVICE std::int32_t static_unit(std::int32_t round, std::int32_t cta, std::int32_t num_ctas) {
-  return round * num_ctas + (round % 2 == 0 ? cta : num_ctas - 1 - cta);
+  const auto ctas = static_cast<std::uint32_t>(num_ctas), turn = static_cast<std::uint32_t>(round) / 2;
+  const std::uint32_t from = turn * (ctas * 5 / 8 + 1) + static_cast<std::uint32_t>(cta);
+  const auto place = static_cast<std::int32_t>(from % ctas);
+  return round * num_ctas + (round % 2 == 0 ? place : num_ctas - 1 - place);
 }
 
 // The tiles of keys that query rows [row, row + rows) of a sequence meet, from the first key that the first row sees

@@ -29,6 +29,16 @@ __device__ __forceinline__ void mma_16x8x16(float (&c)[4], const std::uint32_t (
   }
 }
 
+// A pair of elements.
+template <typename Element>
+__device__ __forceinline__ float2 unpack(std::uint32_t pair) {
+  if constexpr (std::is_same_v<Element, cutlass::bfloat16_t>) {
+    return {__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000)};
+  } else {
+    return __half22float2(reinterpret_cast<const __half2&>(pair));
+  }
+}
+
 template <typename Element, int kHeadDim>
 struct TinySequence {
   static constexpr int kKeys = 16;                        // the most tokens
@@ -76,6 +86,81 @@ struct TinySequence {
   __device__ __forceinline__ Chunk load_value(std::int64_t begin, int length, int kv_head, int j, int c) const {
     const int key = 2 * t + j % 2 + j / 2 * 8, column = 64 * c + 8 * g;
     return load(params.v_rows, begin + key, kv_head, column, key < length && column < params.head_dim);
+  }
+
+  // A sequence of one token: its values, for every finite score. A few lanes for each kv head, of which the warp takes
+  // several.
+  static constexpr int kTokenLanes = kHeadDim <= 64 ? 8 : (kHeadDim <= 128 ? 16 : 32);  // 8 elements each
+  static constexpr int kTokenHeads = 32 / kTokenLanes;
+  static constexpr int kQueries = 4;  // query heads at once
+
+  struct Token {
+    std::int64_t row;
+    int head;  // of k and v
+    bool valid;
+    Chunk key, value, queries[kQueries];
+  };
+
+  __device__ __forceinline__ static int token_column() { return 8 * (static_cast<int>(threadIdx.x) % kTokenLanes); }
+
+  // Its first query heads; `wanted` is the same in all lanes.
+  __device__ __forceinline__ Token load_token(std::int64_t row, int first_head, int kv_heads, bool wanted) const {
+    Token token;
+    token.row = row;
+    token.head = first_head + static_cast<int>(threadIdx.x) % 32 / kTokenLanes;
+    token.valid = wanted && token.head < kv_heads && token_column() < params.head_dim;
+    token.key = load(params.k_rows, row, token.head, token_column(), token.valid);
+    token.value = load(params.v_rows, row, token.head, token_column(), token.valid);
+    load_queries(token, 0);
+    return token;
+  }
+
+  __device__ __forceinline__ void load_queries(Token& token, int first) const {
+#pragma unroll
+    for (int i = 0; i < kQueries; ++i) {
+      token.queries[i] = load(params.q_rows, token.row, token.head * params.group + first + i, token_column(),
+                              token.valid && first + i < params.group);
+    }
+  }
+
+  __device__ __forceinline__ void attend_token(Token& token) const {
+#pragma unroll 1
+    for (int first = 0; first < params.group; first += kQueries) {
+      if (first > 0) load_queries(token, first);
+      float scores[kQueries] = {};
+#pragma unroll
+      for (int i = 0; i < kQueries; ++i) {
+#pragma unroll
+        for (int word = 0; word < 4; ++word) {
+          const float2 a = unpack<Element>(token.queries[i].words[word]), b = unpack<Element>(token.key.words[word]);
+          scores[i] = __fmaf_rn(a.y, b.y, __fmaf_rn(a.x, b.x, scores[i]));
+        }
+      }
+#pragma unroll
+      for (int distance = 1; distance < kTokenLanes; distance *= 2) {
+#pragma unroll
+        for (int i = 0; i < kQueries; ++i) scores[i] += __shfl_xor_sync(0xffffffff, scores[i], distance);
+      }
+#pragma unroll
+      for (int i = 0; i < kQueries; ++i) {
+        if (!token.valid || first + i >= params.group) continue;
+        const int q_head = token.head * params.group + first + i;
+        OnlineSoftmax softmax(params.scale_log2);
+        const float weight = softmax.of_one(scores[i]);
+        Chunk out;
+#pragma unroll
+        for (int word = 0; word < 4; ++word) {
+          const float2 v = unpack<Element>(token.value.words[word]);
+          out.words[word] = pack<Element>(v.x * weight, v.y * weight);
+        }
+        auto* to = static_cast<Element*>(params.out_data) + token.row * params.out_row_stride +
+                   q_head * params.out_head_stride + token_column();
+        *reinterpret_cast<uint4*>(to) = {out.words[0], out.words[1], out.words[2], out.words[3]};
+        if (params.lse != nullptr && token_column() == 0) {
+          params.lse[token.row * params.lse_row_stride + q_head * params.lse_head_stride] = softmax.lse(0);
+        }
+      }
+    }
   }
 
   // Rows are (token, head of the group), 16 of them at a time.
@@ -149,7 +234,7 @@ struct TinySequence {
     mask_rows(flat, lo, hi);
     OnlineSoftmax softmax(params.scale_log2);
     float factor[2];
-    softmax.update(flat, factor);
+    softmax.update<false>(flat, factor);
     softmax.finish();
     std::uint32_t p[4];
     pack_all<Element>(flat, p);

@@ -14,10 +14,9 @@ namespace ragged_attention::sm90 {
 
 using Barrier = cutlass::arch::ClusterTransactionBarrier;
 
-// Where a ring of kStages buffers stands, in one register.
+// Where a ring of kStages buffers stands, in one register. Over 2^32 uses only where kStages is a power of two.
 template <int kStages>
 struct Ring {
-  static_assert((kStages & (kStages - 1)) == 0);
   std::uint32_t position = 0;  // buffers used so far
 
   __device__ __forceinline__ std::uint32_t index() const { return position % kStages; }
