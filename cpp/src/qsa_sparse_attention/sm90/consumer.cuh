@@ -18,7 +18,7 @@ struct QsaConsumer {
   using Element = typename Traits::Element;
   static constexpr int kKeys = Traits::kKeys, kHeadDim = Traits::kHeadDim, kMaskWords = Traits::kMaskWords;
 
-  const QsaHopperParams& params;
+  const QsaGroupsParams& params;
   QsaShared<Traits>& shared;
   Ring<1> k_ring, v_ring;
   const QsaUnit& unit;
@@ -29,7 +29,7 @@ struct QsaConsumer {
   static constexpr int kColumns = kHeadDim < 128 ? kHeadDim : 128;
   float output[kHeadDim / kColumns][kColumns / 2];
 
-  __device__ __forceinline__ QsaConsumer(const QsaHopperParams& params_, QsaShared<Traits>& shared_)
+  __device__ __forceinline__ QsaConsumer(const QsaGroupsParams& params_, QsaShared<Traits>& shared_)
       : params(params_), shared(shared_), unit(shared_.unit) {}
 
   __device__ __forceinline__ static int warp() { return static_cast<int>(threadIdx.x) / 32 % 4; }

@@ -17,7 +17,7 @@
 namespace ragged_attention::sm90 {
 
 // By all lanes of a warp. No rows: no group has this number.
-__device__ __forceinline__ QsaUnit find_unit(const QsaHopperParams& params, std::uint32_t number) {
+__device__ __forceinline__ QsaUnit find_unit(const QsaGroupsParams& params, std::uint32_t number) {
   const QsaParams& call = params.call.params;
   const RowGroups groups{call.rows, params.group_rows};
   const auto kv_heads = static_cast<std::uint32_t>(call.num_kv_heads);
@@ -46,7 +46,7 @@ __device__ __forceinline__ QsaUnit find_unit(const QsaHopperParams& params, std:
 
 template <typename Traits>
 __global__ void __launch_bounds__(Traits::kThreads, 2)
-    qsa_hopper_kernel(const __grid_constant__ QsaHopperParams params) {
+    qsa_groups_kernel(const __grid_constant__ QsaGroupsParams params) {
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
   auto& shared = *reinterpret_cast<QsaShared<Traits>*>(shared_bytes);
   if (threadIdx.x == 0) {
@@ -106,8 +106,10 @@ __global__ void __launch_bounds__(Traits::kThreads, 2)
 template <typename Element, int kHeadDim>
 void launch_qsa_groups(const portable::QsaKernelParams& call, bool beside, int device, StreamHandle stream) {
   using Traits = QsaTraits<Element, kHeadDim>;
+  // 1 KB of each CTA's shared memory is the system's.
+  static_assert(2 * (sizeof(QsaShared<Traits>) + 1024) <= 228 * 1024, "two CTAs share a multiprocessor");
   const QsaParams& params = call.params;
-  QsaHopperParams kernel_params;
+  QsaGroupsParams kernel_params;
   kernel_params.call = call;
   kernel_params.scale_log2 = params.scale * kLog2E;
   kernel_params.group_rows = qsa_group_rows(params.group());
@@ -118,7 +120,7 @@ void launch_qsa_groups(const portable::QsaKernelParams& call, bool beside, int d
   const bool all = params.cache.max_pages > 0 && params.cache.page_size > most / params.cache.max_pages;
   kernel_params.longest = static_cast<std::int32_t>(all ? most : params.cache.max_pages * params.cache.page_size);
   const RowGroups groups{params.rows, kernel_params.group_rows};
-  launch<qsa_hopper_kernel<Traits>>(kernel_params, groups.num_ids() * params.num_kv_heads, Traits::kThreads,
+  launch<qsa_groups_kernel<Traits>>(kernel_params, groups.num_ids() * params.num_kv_heads, Traits::kThreads,
                                     sizeof(QsaShared<Traits>), device, static_cast<cudaStream_t>(stream),
                                     "launching qsa_sparse_attention", beside);
 }

@@ -1,4 +1,4 @@
-// What a Hopper kernel of qsa_sparse_attention is given, and what its two roles share.
+// What the kernel for groups of rows is given, and what its two roles share.
 #pragma once
 
 #include "common/cuda/sm90/tma.cuh"
@@ -10,7 +10,7 @@
 
 namespace ragged_attention::sm90 {
 
-struct QsaHopperParams {
+struct QsaGroupsParams {
   portable::QsaKernelParams call;
   float scale_log2 = 0.0f;  // scale * log2(e)
   std::int32_t group_rows = 1;

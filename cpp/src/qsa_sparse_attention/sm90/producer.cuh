@@ -23,7 +23,7 @@ template <typename Traits>
 struct QsaPlanner {
   static constexpr std::int32_t kNothingBeyond = 0x7fffffff;
 
-  const QsaHopperParams& params;
+  const QsaGroupsParams& params;
   QsaShared<Traits>& shared;
   const QsaUnit& unit;
   int thread, threads;
@@ -95,12 +95,12 @@ struct QsaProducer {
   static constexpr std::int32_t kNone = -1;  // no token
   static constexpr std::int32_t kNothingBeyond = 0x7fffffff;
 
-  const QsaHopperParams& params;
+  const QsaGroupsParams& params;
   QsaShared<Traits>& shared;
   const QsaUnit& unit;
   Ring<1> k_ring, v_ring;
 
-  __device__ __forceinline__ QsaProducer(const QsaHopperParams& params_, QsaShared<Traits>& shared_)
+  __device__ __forceinline__ QsaProducer(const QsaGroupsParams& params_, QsaShared<Traits>& shared_)
       : params(params_), shared(shared_), unit(shared_.unit) {}
 
   // Read anew wherever it is asked for: what follows from it would be worked out ahead, and take registers for good.
