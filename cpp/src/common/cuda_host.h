@@ -33,8 +33,8 @@ bool ragged_flash_attention_sm90(const RaggedParams& params, int device, void* s
 void qsa_sparse_attention_cuda(const QsaParams& params, int device, void* stream, std::optional<std::int64_t> warps,
                                std::optional<std::int64_t> unroll);
 
-// With the Hopper kernels; false, and nothing enqueued, where they do not take the call (a base or a stride off 16 bytes)
-// and the row-by-row ones have to.
+// With the Hopper kernels; false, and nothing enqueued, where they do not take the call (a base or a stride off 16
+// bytes) and the row-by-row ones have to.
 bool qsa_sparse_attention_sm90(const QsaParams& params, int device, void* stream);
 
 }  // namespace ragged_attention

@@ -29,7 +29,7 @@ struct Registers {
   int producer, consumer;
 };
 constexpr Registers registers(const TileShape& shape) {
-  if (shape.ctas > 2) return {40, 120};  // of 80
+  if (shape.ctas > 2) return {40, 120};                                   // of 80
   return shape.consumers == 3 ? Registers{56, 152} : Registers{40, 232};  // of 128 and 168
 }
 
