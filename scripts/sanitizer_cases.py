@@ -88,7 +88,7 @@ class Cases:
                     self.ragged(dtype, head_dim, mask, window, lengths, heads=(2, 1)),
                 )
         for dtype, head_dim in itertools.product(DTYPES[1:], QSA_HOPPER_HEAD_DIMS):
-            # A cluster of CTAs for each row, and groups of rows; plans, and lists as they stand.
+            # A cluster of CTAs for each group of rows, and one CTA; plans, and lists as they stand.
             for twice in (False, True):
                 yield (
                     f"qsa {dtype} D {head_dim}, long and short{', tokens listed twice' * twice}",

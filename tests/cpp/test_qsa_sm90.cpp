@@ -1,5 +1,5 @@
-// The arithmetic of QSA's Hopper kernels: groups of rows, plans and the layout of a tile, exhaustively over small
-// sizes, over random lists, and with garbage in the offsets.
+// The arithmetic of QSA's Hopper kernels: groups of rows, shares of a context, plans and the layout of a tile,
+// exhaustively over small sizes, over random lists, and with garbage in the offsets.
 #include <doctest/doctest.h>
 
 #include <algorithm>
@@ -24,8 +24,8 @@ RaggedRows rows_of(const Offsets& offsets, std::int64_t total) {
   return {{offsets.data(), 1, IntegerType::kI64}, static_cast<std::int64_t>(offsets.size()) - 1, total};
 }
 
-// What a warp finds for the id.
-RowGroup group_of(const RowGroups& groups, std::int64_t id) {
+template <bool kShort>
+std::int64_t find_by_warp(const RowGroups<kShort>& groups, std::int64_t id) {
   WarpSearch search{0, static_cast<std::int32_t>(groups.rows.num_segments())};
   while (!search.done()) {
     int lanes = 0;
@@ -35,30 +35,36 @@ RowGroup group_of(const RowGroups& groups, std::int64_t id) {
     }
     search.narrow(lanes);
   }
-  return groups.group(id, search.low);
+  return search.low;
 }
 
-int broken_groups(const Offsets& offsets, std::int64_t total, int group_rows) {
-  const RowGroups groups{rows_of(offsets, total), group_rows};
-  std::vector<int> met(static_cast<std::size_t>(total), 0), wanted = met;
+// Adds the rows of all groups; returns how many promises are broken.
+template <bool kShort>
+int add_groups(const RaggedRows& rows, int group_rows, std::vector<int>* met) {
+  const RowGroups<kShort> groups{rows, group_rows};
   int bad = 0;
   for (std::int64_t id = 0; id < groups.num_ids(); ++id) {
-    const RowGroup group = group_of(groups, id);
+    const RowGroup group = groups.group(id);
+    const RowGroup same = groups.group(id, find_by_warp(groups, id));
+    bad += same.rows != group.rows || (group.rows > 0 && same.begin != group.begin);
     if (group.rows == 0) continue;
-    const RowRange range = groups.rows.rows(group.segment);
+    const RowRange range = rows.rows(group.segment);
     bad += group.rows > group_rows || group.begin < range.begin || group.begin + group.rows > range.end;
     bad += (group.begin - range.begin) % group_rows != 0;  // counted from the sequence's first row
     bad += group.rows < group_rows && group.begin + group.rows != range.end;
-    for (std::int64_t r = group.begin; r < group.begin + group.rows; ++r) ++met[static_cast<std::size_t>(r)];
+    bad += group.owned != rows.owned(group.segment);
+    bad += (!group.owned || range.size() <= kQsaShortRows) != kShort;
+    for (std::int64_t r = group.begin; r < group.begin + group.rows; ++r) ++(*met)[static_cast<std::size_t>(r)];
   }
-  for (std::int64_t segment = 0; segment < groups.rows.num_segments(); ++segment) {
-    const RowRange range = groups.rows.rows(segment);
-    bad += is_long(range.size(), groups.rows.owned(segment)) !=
-           (segment > 0 && segment <= groups.rows.batch && range.size() > kQsaShortRows);
-    if (!is_long(range.size(), groups.rows.owned(segment))) continue;
-    for (std::int64_t r = range.begin; r < range.end; ++r) ++wanted[static_cast<std::size_t>(r)];
-  }
-  return bad + (met != wanted);
+  return bad;
+}
+
+int broken_groups(const Offsets& offsets, std::int64_t total, int group_rows) {
+  const RaggedRows rows = rows_of(offsets, total);
+  std::vector<int> met(static_cast<std::size_t>(total), 0);
+  int bad = add_groups<true>(rows, group_rows, &met) + add_groups<false>(rows, group_rows, &met);
+  for (const int times : met) bad += times != 1;
+  return bad;
 }
 
 void for_all_offsets(const Offsets& values, int batch, const std::function<void(const Offsets&)>& visit) {
@@ -73,8 +79,8 @@ void for_all_offsets(const Offsets& values, int batch, const std::function<void(
   fill(0, 0);
 }
 
-TEST_CASE("groups hold every row of long sequences once, whatever the offsets") {
-  const Offsets borders = {0, 1, 5, 127, 128, 129, 130, 134, 257, 258, 259, 400};
+TEST_CASE("groups hold every row once, whatever the offsets") {
+  const Offsets borders = {0, 1, 4, 5, 6, 11, 127, 128, 129, 130, 257, 258, 400};
   int bad = 0, calls = 0;
   for (const int group_rows : {1, 2, 5, 10}) {
     for (const int batch : {1, 2, 3, 4}) {
@@ -88,21 +94,68 @@ TEST_CASE("groups hold every row of long sequences once, whatever the offsets") 
   CHECK(calls > 5000);
 }
 
+TEST_CASE("groups of small calls, exhaustively") {
+  Offsets values;
+  for (std::int64_t value = 0; value <= 9; ++value) values.push_back(value);
+  int bad = 0;
+  for (const int group_rows : {1, 3, 4}) {
+    for_all_offsets(values, 3, [&](const Offsets& offsets) { bad += broken_groups(offsets, 9, group_rows); });
+  }
+  CHECK(bad == 0);
+}
+
 TEST_CASE("garbage in the offsets makes no group outside the rows") {
   std::mt19937_64 random(1);
   int bad = 0;
   for (int call = 0; call < 2000; ++call) {
     Offsets offsets(1 + random() % 9);
     for (auto& value : offsets) value = static_cast<std::int64_t>(random()) >> (random() % 64);
-    const RowGroups groups{rows_of(offsets, 300), 5};
-    for (std::int64_t id = 0; id < groups.num_ids(); ++id) {
-      for (std::int64_t segment = 0; segment < groups.rows.num_segments(); ++segment) {
-        const RowGroup group = groups.group(id, segment);
-        bad += group.rows > 0 && (group.begin < 0 || group.begin + group.rows > 300 || group.rows > 5);
+    const RaggedRows rows = rows_of(offsets, 300);
+    const RowGroups<true> short_groups{rows, 5};
+    const RowGroups<false> long_groups{rows, 5};
+    for (std::int64_t id = 0; id < short_groups.num_ids(); ++id) {
+      for (std::int64_t segment = 0; segment < rows.num_segments(); ++segment) {
+        for (const RowGroup& group : {short_groups.group(id, segment), long_groups.group(id, segment)}) {
+          bad += group.rows > 0 && (group.begin < 0 || group.begin + group.rows > 300 || group.rows > 5);
+        }
       }
     }
   }
   CHECK(bad == 0);
+}
+
+template <int kSplits>
+int broken_shares() {
+  int bad = 0;
+  std::vector<std::int32_t> next(kSplits, 0);  // local numbers run from 0 without a gap
+  for (std::int32_t token = 0; token < 100000; ++token) {
+    int owners = 0;
+    for (std::int32_t rank = 0; rank < kSplits; ++rank) {
+      const ContextShare<kSplits> share{rank};
+      if (!share.owns(token)) continue;
+      ++owners;
+      bad += share.local(token) != next[static_cast<std::size_t>(rank)]++;
+      bad += share.token(share.local(token)) != token;
+    }
+    bad += owners != 1;
+  }
+  return bad;
+}
+
+TEST_CASE("shares cut a context and a list without gap or overlap") {
+  CHECK(broken_shares<1>() == 0);
+  CHECK(broken_shares<8>() == 0);
+  CHECK(broken_shares<kQsaSplits>() == 0);
+  int bad = 0;
+  for (std::int32_t count = 0; count < 3000; ++count) {
+    bad += list_share(count, kQsaSplits, 0) != 0 || list_share(count, kQsaSplits, kQsaSplits) != count;
+    for (std::int32_t rank = 0; rank < kQsaSplits; ++rank) {
+      const std::int32_t size = list_share(count, kQsaSplits, rank + 1) - list_share(count, kQsaSplits, rank);
+      bad += size < count / kQsaSplits || size > count / kQsaSplits + 1;
+    }
+  }
+  CHECK(bad == 0);
+  CHECK(list_share(0x7fffffff, kQsaSplits, kQsaSplits) == 0x7fffffff);
 }
 
 TEST_CASE("a plan fits its memory and its 16-bit places") {
@@ -150,7 +203,8 @@ TEST_CASE("the places of a word's bits, by rank") {
   CHECK(bad == 0);
 }
 
-// What a CTA makes of the lists of a group, by the arithmetic of the kernel: windows, words, places.
+// What a CTA of a cluster makes of the lists of a group, by the arithmetic of the kernel: windows, words, places.
+template <int kSplits>
 int broken_plans(const std::vector<std::vector<std::int32_t>>& lists) {
   constexpr std::int32_t kNothingBeyond = std::numeric_limits<std::int32_t>::max();
   const auto rows = static_cast<std::int32_t>(lists.size());
@@ -158,43 +212,46 @@ int broken_plans(const std::vector<std::vector<std::int32_t>>& lists) {
   int bad = 0;
   std::vector<std::multiset<std::int32_t>> gathered(lists.size());
   std::vector<std::uint16_t> list(kQsaListEntries);
-  std::int32_t base = 0, last = -1;
-  while (base != kNothingBeyond) {
-    std::vector<std::uint32_t> masks(static_cast<std::size_t>(rows * words), 0);
-    std::int32_t beyond = kNothingBeyond;
-    for (std::int32_t row = 0; row < rows; ++row) {
-      for (const std::int32_t token : lists[static_cast<std::size_t>(row)]) {
-        if (token < base) continue;
-        const std::int32_t place = token - base;
-        if (place >= 32 * words) {
-          beyond = std::min(beyond, place + base);
-        } else {
-          masks[static_cast<std::size_t>(row * words + place / 32)] |= 1u << place % 32;
-        }
-      }
-    }
-    std::int32_t total = 0;
-    for (std::int32_t word = 0; word < words; ++word)
-      total += population(listed_by_any(masks.data(), rows, words, word));
-    for (std::int32_t first = 0; first < total; first += kQsaListEntries) {
-      std::int32_t before = 0;
-      for (std::int32_t word = 0; word < words; ++word) {
-        const std::uint32_t any = listed_by_any(masks.data(), rows, words, word);
-        write_places(any, 32 * word, before, first, list.data());
-        before += population(any);
-      }
-      for (std::int32_t entry = 0; entry < std::min(total - first, kQsaListEntries); ++entry) {
-        const std::int32_t place = list[static_cast<std::size_t>(entry)], token = base + place;
-        bad += token <= last;  // ascending
-        last = token;
-        for (std::int32_t row = 0; row < rows; ++row) {
-          if (masks[static_cast<std::size_t>(row * words + place / 32)] >> place % 32 & 1) {
-            gathered[static_cast<std::size_t>(row)].insert(token);
+  for (std::int32_t rank = 0; rank < kSplits; ++rank) {
+    const ContextShare<kSplits> share{rank};
+    std::int32_t base = 0, last = -1;
+    while (base != kNothingBeyond) {
+      std::vector<std::uint32_t> masks(static_cast<std::size_t>(rows * words), 0);
+      std::int32_t beyond = kNothingBeyond;
+      for (std::int32_t row = 0; row < rows; ++row) {
+        for (const std::int32_t token : lists[static_cast<std::size_t>(row)]) {
+          if (!share.owns(token) || share.local(token) < base) continue;
+          const std::int32_t place = share.local(token) - base;
+          if (place >= 32 * words) {
+            beyond = std::min(beyond, place + base);
+          } else {
+            masks[static_cast<std::size_t>(row * words + place / 32)] |= 1u << place % 32;
           }
         }
       }
+      std::int32_t total = 0;
+      for (std::int32_t word = 0; word < words; ++word)
+        total += population(listed_by_any(masks.data(), rows, words, word));
+      for (std::int32_t first = 0; first < total; first += kQsaListEntries) {
+        std::int32_t before = 0;
+        for (std::int32_t word = 0; word < words; ++word) {
+          const std::uint32_t any = listed_by_any(masks.data(), rows, words, word);
+          write_places(any, 32 * word, before, first, list.data());
+          before += population(any);
+        }
+        for (std::int32_t entry = 0; entry < std::min(total - first, kQsaListEntries); ++entry) {
+          const std::int32_t place = list[static_cast<std::size_t>(entry)], token = share.token(base + place);
+          bad += token <= last;  // ascending
+          last = token;
+          for (std::int32_t row = 0; row < rows; ++row) {
+            if (masks[static_cast<std::size_t>(row * words + place / 32)] >> place % 32 & 1) {
+              gathered[static_cast<std::size_t>(row)].insert(token);
+            }
+          }
+        }
+      }
+      base = beyond == kNothingBeyond ? beyond : beyond / 32 * 32;
     }
-    base = beyond == kNothingBeyond ? beyond : beyond / 32 * 32;
   }
   for (std::size_t row = 0; row < lists.size(); ++row) {
     bad += gathered[row] != std::multiset<std::int32_t>(lists[row].begin(), lists[row].end());
@@ -215,7 +272,8 @@ TEST_CASE("a plan gathers what each row lists, once and ascending") {
         list.assign(tokens.begin(), tokens.end());
         std::shuffle(list.begin(), list.end(), random);
       }
-      CHECK(broken_plans(lists) == 0);
+      CHECK(broken_plans<1>(lists) == 0);
+      CHECK(broken_plans<kQsaSplits>(lists) == 0);
     }
   }
 }

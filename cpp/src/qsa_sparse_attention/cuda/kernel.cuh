@@ -95,12 +95,9 @@ __device__ __forceinline__ void gather(typename Traits::Element* slot_k, typenam
   }
 }
 
-// One row and up to 16 of its query heads, by all warps of a CTA: tiles first, first + step, ... of the list, which
-// differ by warp. Leaves the warps' partial results in shared memory, behind a barrier.
 template <typename Traits>
-__device__ __forceinline__ WarpPartials attend_row(const QsaKernelParams& kernel_params, unsigned char* shared_bytes,
-                                                   std::int64_t row, const QsaParams::RowSource& source, int kv_head,
-                                                   int first_head, int heads, int first, int step) {
+__global__ void __launch_bounds__(Traits::kMostThreads)
+    qsa_kernel(const __grid_constant__ QsaKernelParams kernel_params) {
   using namespace cute;
   using Element = typename Traits::Element;
   constexpr int kHeadDim = Traits::kHeadDim;
@@ -108,7 +105,10 @@ __device__ __forceinline__ WarpPartials attend_row(const QsaKernelParams& kernel
   const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, warp = thread / 32;
   const int warps = static_cast<int>(blockDim.x) / 32;
   const int in_flight = kernel_params.tiles_in_flight;
+  const int group = params.group();
+  const int head_tiles = (group + kQsaTileHeads - 1) / kQsaTileHeads;
 
+  extern __shared__ __align__(128) unsigned char shared_bytes[];
   Element* shared_q = reinterpret_cast<Element*>(shared_bytes);
   Element* rings = shared_q + Int<Traits::SharedQ::kElements>{};
   constexpr int kTile = Traits::SharedKv::kElements;  // K or V of one ring slot
@@ -126,134 +126,6 @@ __device__ __forceinline__ WarpPartials attend_row(const QsaKernelParams& kernel
   auto r_q = thread_mma.partition_fragment_A(s_q);
   const auto from_q = thread_copy_q.partition_S(s_q);
 
-  const ListReader reader{params.token_indices + row * params.token_indices_row_stride,
-                          source.sequence < 0 ? 0 : params.count(row), source.sequence, source.length};
-  const int tiles = static_cast<int>((reader.count + kQsaTileKeys - 1) / kQsaTileKeys);
-  const std::int64_t head_offset = kv_head * params.cache.head_stride;
-  const auto position = [&](int tile) { return std::int64_t{tile} * kQsaTileKeys + lane % kQsaTileKeys; };
-  const auto offset_of = [&](std::int32_t token) {
-    return token < 0 ? kNotListed : token_offset(params.cache, reader.sequence, token, reader.length);
-  };
-
-  __syncthreads();  // the last row's merge has left shared memory
-  for (int index = thread; index < kQsaTileHeads * Traits::kChunks; index += static_cast<int>(blockDim.x)) {
-    const int head = index / Traits::kChunks, column = index % Traits::kChunks * kChunk;
-    const bool valid = head < heads && column < params.head_dim;
-    const auto* q = static_cast<const Element*>(params.q) + row * params.q_row_stride;
-    copy_chunk(&s_q(head, column), q + (valid ? (first_head + head) * params.q_head_stride + column : 0), valid,
-               kernel_params.q_aligned);
-  }
-  cp_async_fence();
-
-  // Fill the ring: tile n of this warp is tile warp + n * warps of the list. `valid_tokens` keeps, for each slot,
-  // which of its 16 entries are real; slot s in bits 16 (s % 2) of word s / 2.
-  std::uint32_t valid_tokens[2] = {0, 0};
-  const auto mark = [&](int slot, std::int64_t offset) {
-    const std::uint32_t valid = __ballot_sync(0xffffffffu, offset != kNotListed) & 0xffffu;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if (slot == i)
-        valid_tokens[i / 2] = (valid_tokens[i / 2] & (0xffff0000u >> (16 * (i % 2)))) | valid << (16 * (i % 2));
-    }
-  };
-  int next = first;  // the list's tile to gather next
-  for (int slot = 0; slot < in_flight; ++slot, next += step) {
-    if (next < tiles) {
-      const std::int64_t offset = offset_of(reader.entry(position(next)));
-      mark(slot, offset);
-      gather<Traits>(ring + slot * 2 * kTile, ring + slot * 2 * kTile + kTile, params.cache, head_offset, offset,
-                     params.head_dim, kernel_params.kv_aligned);
-    }
-    cp_async_fence();
-  }
-  std::int64_t next_offset = offset_of(reader.entry(position(next)));
-  std::int32_t after_next = reader.entry(position(next + step));
-  wait_for_all_but(in_flight);
-  __syncthreads();  // Q, the oldest copy, is here for every warp
-
-  auto acc_o = partition_fragment_C(mma, Shape<Int<kQsaTileHeads>, Int<kHeadDim>>{});
-  clear(acc_o);
-  auto o = make_tensor(acc_o.data(), rows_and_columns(acc_o.layout()));
-  constexpr int kThreadRows = decltype(size<0>(o))::value;
-  static_assert(kThreadRows == 2);
-  OnlineSoftmax<kThreadRows> softmax;
-  const float scale = params.scale * kLog2E;
-
-  int slot = 0;
-  for (int tile = first; tile < tiles; tile += step) {
-    wait_for_all_but(in_flight - 1);
-    __syncwarp();
-    auto s_k = make_tensor(make_smem_ptr(ring + slot * 2 * kTile), typename Traits::SharedKv::Layout{});
-    auto s_vt =
-        make_tensor(make_smem_ptr(ring + slot * 2 * kTile + kTile), typename Traits::SharedKv::TransposedLayout{});
-    auto s_vt_plain = make_tensor(s_vt.data(), get_nonswizzle_portion(typename Traits::SharedKv::TransposedLayout{}));
-    auto r_k = thread_mma.partition_fragment_B(s_k);
-    auto r_v = thread_mma.partition_fragment_B(s_vt_plain);
-
-    auto acc_s = partition_fragment_C(mma, Shape<Int<kQsaTileHeads>, Int<kQsaTileKeys>>{});
-    clear(acc_s);
-    gemm_shared(acc_s, r_q, r_k, from_q, thread_copy_k.partition_S(s_k), mma, copy_q, copy_k, thread_copy_q,
-                thread_copy_k);
-
-    auto scores = make_tensor(acc_s.data(), rows_and_columns(acc_s.layout()));
-    const std::uint32_t valid = (slot < 2 ? valid_tokens[0] : valid_tokens[1]) >> (16 * (slot % 2));
-#pragma unroll
-    for (int c = 0; c < 4; ++c) {  // this lane's columns: 8 n + 2 (lane % 4) + {0, 1}
-      const int key = 8 * (c / 2) + 2 * (lane % 4) + c % 2;
-#pragma unroll
-      for (int r = 0; r < kThreadRows; ++r) scores(r, c) = valid >> key & 1 ? scores(r, c) * scale : -INFINITY;
-    }
-    softmax.update(scores, o);
-    const auto p = converted<Element>(acc_s);
-    const auto r_p = make_tensor(p.data(), as_a_operand(p.layout()));
-    gemm_registers(acc_o, r_p, r_v, thread_copy_v.partition_S(s_vt), mma, copy_v, thread_copy_v);
-
-    __syncwarp();  // every lane has read the slot
-    if (next < tiles) {
-      mark(slot, next_offset);
-      gather<Traits>(ring + slot * 2 * kTile, ring + slot * 2 * kTile + kTile, params.cache, head_offset, next_offset,
-                     params.head_dim, kernel_params.kv_aligned);
-    }
-    cp_async_fence();
-    next += step;
-    next_offset = offset_of(after_next);
-    after_next = reader.entry(position(next + step));
-    slot = slot + 1 == in_flight ? 0 : slot + 1;
-  }
-  cp_async_wait<0>();
-  softmax.finish();
-
-  // Merge: [warp][head] maximum and sum, then [warp][head][head_dim] of O, in the rings' place.
-  __syncthreads();
-  WarpPartials partials;
-  partials.maxima = reinterpret_cast<float*>(rings);
-  partials.sums = partials.maxima + warps * kQsaTileHeads;
-  partials.outputs = partials.sums + warps * kQsaTileHeads;
-#pragma unroll
-  for (int r = 0; r < kThreadRows; ++r) {
-    const int head = lane / 4 + 8 * r;
-    if (lane % 4 == 0) {
-      partials.maxima[warp * kQsaTileHeads + head] = softmax.maximum[r];
-      partials.sums[warp * kQsaTileHeads + head] = softmax.sum[r];
-    }
-    float* to = partials.outputs + (warp * kQsaTileHeads + head) * kHeadDim + 2 * (lane % 4);
-#pragma unroll
-    for (int c = 0; c < decltype(size<1>(o))::value; c += 2) {
-      *reinterpret_cast<float2*>(to + 4 * c) = make_float2(o(r, c), o(r, c + 1));
-    }
-  }
-  __syncthreads();
-  return partials;
-}
-
-template <typename Traits>
-__global__ void __launch_bounds__(Traits::kMostThreads)
-    qsa_kernel(const __grid_constant__ QsaKernelParams kernel_params) {
-  const QsaParams& params = kernel_params.params;
-  const int warp = static_cast<int>(threadIdx.x) / 32, warps = static_cast<int>(blockDim.x) / 32;
-  const int group = params.group();
-  const int head_tiles = (group + kQsaTileHeads - 1) / kQsaTileHeads;
-  extern __shared__ __align__(128) unsigned char shared_bytes[];
   const std::int64_t work = params.rows.total * params.num_kv_heads * head_tiles;
   for (std::int64_t item = blockIdx.x; item < work; item += gridDim.x) {
     // The kv heads of a row are neighbours: their K rows lie side by side in memory.
@@ -262,9 +134,126 @@ __global__ void __launch_bounds__(Traits::kMostThreads)
     const std::int64_t row = item / head_tiles / params.num_kv_heads;
     const int first_head = kv_head * group + head_tile * kQsaTileHeads;
     const int heads = min(kQsaTileHeads, group - head_tile * kQsaTileHeads);
-    const WarpPartials partials = attend_row<Traits>(kernel_params, shared_bytes, row, params.source(row), kv_head,
-                                                     first_head, heads, warp, warps);
-    merge_and_store<kQsaTileHeads, Traits::kHeadDim>(kernel_params, partials, warps, row, first_head, heads);
+
+    const QsaParams::RowSource source = params.source(row);
+    const ListReader reader{params.token_indices + row * params.token_indices_row_stride,
+                            source.sequence < 0 ? 0 : params.count(row), source.sequence, source.length};
+    const int tiles = static_cast<int>((reader.count + kQsaTileKeys - 1) / kQsaTileKeys);
+    const std::int64_t head_offset = kv_head * params.cache.head_stride;
+    const auto position = [&](int tile) { return std::int64_t{tile} * kQsaTileKeys + lane % kQsaTileKeys; };
+    const auto offset_of = [&](std::int32_t token) {
+      return token < 0 ? kNotListed : token_offset(params.cache, reader.sequence, token, reader.length);
+    };
+
+    __syncthreads();  // the last row's merge has left shared memory
+    for (int index = thread; index < kQsaTileHeads * Traits::kChunks; index += static_cast<int>(blockDim.x)) {
+      const int head = index / Traits::kChunks, column = index % Traits::kChunks * kChunk;
+      const bool valid = head < heads && column < params.head_dim;
+      const auto* q = static_cast<const Element*>(params.q) + row * params.q_row_stride;
+      copy_chunk(&s_q(head, column), q + (valid ? (first_head + head) * params.q_head_stride + column : 0), valid,
+                 kernel_params.q_aligned);
+    }
+    cp_async_fence();
+
+    // Fill the ring: tile n of this warp is tile warp + n * warps of the list. `valid_tokens` keeps, for each slot,
+    // which of its 16 entries are real; slot s in bits 16 (s % 2) of word s / 2.
+    std::uint32_t valid_tokens[2] = {0, 0};
+    const auto mark = [&](int slot, std::int64_t offset) {
+      const std::uint32_t valid = __ballot_sync(0xffffffffu, offset != kNotListed) & 0xffffu;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if (slot == i)
+          valid_tokens[i / 2] = (valid_tokens[i / 2] & (0xffff0000u >> (16 * (i % 2)))) | valid << (16 * (i % 2));
+      }
+    };
+    int next = warp;  // the list's tile to gather next
+    for (int slot = 0; slot < in_flight; ++slot, next += warps) {
+      if (next < tiles) {
+        const std::int64_t offset = offset_of(reader.entry(position(next)));
+        mark(slot, offset);
+        gather<Traits>(ring + slot * 2 * kTile, ring + slot * 2 * kTile + kTile, params.cache, head_offset, offset,
+                       params.head_dim, kernel_params.kv_aligned);
+      }
+      cp_async_fence();
+    }
+    std::int64_t next_offset = offset_of(reader.entry(position(next)));
+    std::int32_t after_next = reader.entry(position(next + warps));
+    wait_for_all_but(in_flight);
+    __syncthreads();  // Q, the oldest copy, is here for every warp
+
+    auto acc_o = partition_fragment_C(mma, Shape<Int<kQsaTileHeads>, Int<kHeadDim>>{});
+    clear(acc_o);
+    auto o = make_tensor(acc_o.data(), rows_and_columns(acc_o.layout()));
+    constexpr int kThreadRows = decltype(size<0>(o))::value;
+    static_assert(kThreadRows == 2);
+    OnlineSoftmax<kThreadRows> softmax;
+    const float scale = params.scale * kLog2E;
+
+    int slot = 0;
+    for (int tile = warp; tile < tiles; tile += warps) {
+      wait_for_all_but(in_flight - 1);
+      __syncwarp();
+      auto s_k = make_tensor(make_smem_ptr(ring + slot * 2 * kTile), typename Traits::SharedKv::Layout{});
+      auto s_vt =
+          make_tensor(make_smem_ptr(ring + slot * 2 * kTile + kTile), typename Traits::SharedKv::TransposedLayout{});
+      auto s_vt_plain = make_tensor(s_vt.data(), get_nonswizzle_portion(typename Traits::SharedKv::TransposedLayout{}));
+      auto r_k = thread_mma.partition_fragment_B(s_k);
+      auto r_v = thread_mma.partition_fragment_B(s_vt_plain);
+
+      auto acc_s = partition_fragment_C(mma, Shape<Int<kQsaTileHeads>, Int<kQsaTileKeys>>{});
+      clear(acc_s);
+      gemm_shared(acc_s, r_q, r_k, from_q, thread_copy_k.partition_S(s_k), mma, copy_q, copy_k, thread_copy_q,
+                  thread_copy_k);
+
+      auto scores = make_tensor(acc_s.data(), rows_and_columns(acc_s.layout()));
+      const std::uint32_t valid = (slot < 2 ? valid_tokens[0] : valid_tokens[1]) >> (16 * (slot % 2));
+#pragma unroll
+      for (int c = 0; c < 4; ++c) {  // this lane's columns: 8 n + 2 (lane % 4) + {0, 1}
+        const int key = 8 * (c / 2) + 2 * (lane % 4) + c % 2;
+#pragma unroll
+        for (int r = 0; r < kThreadRows; ++r) scores(r, c) = valid >> key & 1 ? scores(r, c) * scale : -INFINITY;
+      }
+      softmax.update(scores, o);
+      const auto p = converted<Element>(acc_s);
+      const auto r_p = make_tensor(p.data(), as_a_operand(p.layout()));
+      gemm_registers(acc_o, r_p, r_v, thread_copy_v.partition_S(s_vt), mma, copy_v, thread_copy_v);
+
+      __syncwarp();  // every lane has read the slot
+      if (next < tiles) {
+        mark(slot, next_offset);
+        gather<Traits>(ring + slot * 2 * kTile, ring + slot * 2 * kTile + kTile, params.cache, head_offset, next_offset,
+                       params.head_dim, kernel_params.kv_aligned);
+      }
+      cp_async_fence();
+      next += warps;
+      next_offset = offset_of(after_next);
+      after_next = reader.entry(position(next + warps));
+      slot = slot + 1 == in_flight ? 0 : slot + 1;
+    }
+    cp_async_wait<0>();
+    softmax.finish();
+
+    // Merge: [warp][head] maximum and sum, then [warp][head][head_dim] of O, in the rings' place.
+    __syncthreads();
+    WarpPartials partials;
+    partials.maxima = reinterpret_cast<float*>(rings);
+    partials.sums = partials.maxima + warps * kQsaTileHeads;
+    partials.outputs = partials.sums + warps * kQsaTileHeads;
+#pragma unroll
+    for (int r = 0; r < kThreadRows; ++r) {
+      const int head = lane / 4 + 8 * r;
+      if (lane % 4 == 0) {
+        partials.maxima[warp * kQsaTileHeads + head] = softmax.maximum[r];
+        partials.sums[warp * kQsaTileHeads + head] = softmax.sum[r];
+      }
+      float* to = partials.outputs + (warp * kQsaTileHeads + head) * kHeadDim + 2 * (lane % 4);
+#pragma unroll
+      for (int c = 0; c < decltype(size<1>(o))::value; c += 2) {
+        *reinterpret_cast<float2*>(to + 4 * c) = make_float2(o(r, c), o(r, c + 1));
+      }
+    }
+    __syncthreads();
+    merge_and_store<kQsaTileHeads, kHeadDim>(kernel_params, partials, warps, row, first_head, heads);
   }
 }
 

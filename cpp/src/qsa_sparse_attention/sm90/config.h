@@ -33,11 +33,10 @@ struct QsaTile<64> {
 constexpr int kQsaPlanBytes = 9 * 1024;  // a bit for each row and token of a window
 constexpr int kQsaListEntries = 1536;    // of the union that are written out at a time, 2 bytes each
 
-// Sequences of at most this many rows in a call are short: row by row, each shared out to a cluster of kQsaSplits CTAs
-// (rows.cuh). Longer ones have groups of rows enough to fill the GPU.
+// Sequences of at most this many rows in a call are short: each group of their rows is shared out to a cluster of
+// kQsaSplits CTAs. Longer ones have groups enough to fill the GPU, one CTA each.
 constexpr std::int64_t kQsaShortRows = 128;
 constexpr int kQsaSplits = 8;
-RAGGED_ATTENTION_HOST_DEVICE bool is_long(std::int64_t rows, bool owned) { return owned && rows > kQsaShortRows; }
 
 // Neighbouring rows that share what they gather: as many as fit 64 rows of a product, up to 10.
 constexpr int kQsaMaxGroupRows = 10;

@@ -30,17 +30,11 @@ struct QsaConsumer {
   float output[kHeadDim / kColumns][kColumns / 2];
 
   __device__ __forceinline__ QsaConsumer(const QsaGroupsParams& params_, QsaShared<Traits>& shared_)
-      : params(params_), shared(shared_), unit(shared_.unit) {}
+      : params(params_), shared(shared_), unit(shared_.unit[kConsumes]) {}
 
   __device__ __forceinline__ static int warp() { return static_cast<int>(threadIdx.x) / 32 % 4; }
   __device__ __forceinline__ static int lane() { return static_cast<int>(threadIdx.x) % 32; }
   __device__ __forceinline__ static int thread() { return static_cast<int>(threadIdx.x) % 128; }
-  // Read anew, where what was worked out at the start of the kernel would take registers for good.
-  __device__ __forceinline__ static int thread_anew() {
-    int thread;
-    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-    return thread;
-  }
   __device__ __forceinline__ static int product_row(int r) { return 16 * warp() + lane() / 4 + 8 * r; }
   __device__ __forceinline__ const QsaParams& call() const { return params.call.params; }
 
@@ -58,7 +52,7 @@ struct QsaConsumer {
   __device__ __forceinline__ void load_q() {
     constexpr int kChunks = kHeadDim / 8;
     const int heads = call().group();
-    const int rows = unit.group.rows * heads;
+    const int rows = unit.group.owned ? unit.group.rows * heads : 0;
     for (int i = thread(); i < rows * kChunks; i += 128) {
       const int row = i / kChunks, chunk = i % kChunks;
       const std::int64_t from = (unit.group.begin + row / heads) * call().q_row_stride +
@@ -97,6 +91,7 @@ struct QsaConsumer {
     return (group_row[0] >= 0 && zero[0] != 0.0f) || (group_row[1] >= 0 && zero[1] != 0.0f);
   }
 
+  // The whole rows, from this CTA alone.
   __device__ __forceinline__ void store() {
     float inverse[2];
 #pragma unroll
@@ -109,6 +104,25 @@ struct QsaConsumer {
         return store_as<cutlass::half_t>();
       case portable::OutType::kBFloat16:
         return store_as<cutlass::bfloat16_t>();
+    }
+  }
+
+  // For the others of the cluster.
+  __device__ __forceinline__ void store_partial() {
+    consumers_sync();  // every warp's products have read what lies there
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      if (group_row[r] < 0) continue;
+      const int row = product_row(r);
+      if (lane() % 4 == 0) {
+        shared.partial_maximum()[row] = maximum[r];
+        shared.partial_sum()[row] = sum[r];
+      }
+      float* to = shared.partial_output() + row * QsaShared<Traits>::kPartialStride + 2 * (lane() % 4);
+#pragma unroll
+      for (int i = 0; i < kHeadDim / 8; ++i) {
+        *reinterpret_cast<float2*>(to + 8 * i) = make_float2(o(4 * i + 2 * r), o(4 * i + 2 * r + 1));
+      }
     }
   }
 
@@ -256,12 +270,10 @@ struct QsaConsumer {
   __device__ __forceinline__ void add_special(const std::uint32_t (&probabilities)[kKeys / 4],
                                               const std::uint32_t (&listed)[2][kMaskWords]) {
     constexpr int kChunks = kHeadDim / 8;
-    const int thread = thread_anew(), lane = thread % 32;
-    const int rows[2] = {16 * (thread / 32) + lane / 4, 16 * (thread / 32) + lane / 4 + 8};
     char* tile = reinterpret_cast<char*>(&shared.v);
-    if (thread < kMaskWords) shared.special[thread] = 0;
+    if (thread() < kMaskWords) shared.special[thread()] = 0;
     consumers_sync();
-    for (int i = thread; i < kKeys * kChunks; i += 128) {
+    for (int i = thread(); i < kKeys * kChunks; i += 128) {
       const int token = i / kChunks, chunk = i % kChunks;
       const uint4 value = *reinterpret_cast<const uint4*>(tile + chunk_offset<kKeys>(token, chunk));
       if (not_finite(value.x) || not_finite(value.y) || not_finite(value.z) || not_finite(value.w)) {
@@ -272,16 +284,16 @@ struct QsaConsumer {
 #pragma unroll 1
     for (int token = 0; token < kKeys; ++token) {
       if ((shared.special[token / 32] >> (token % 32) & 1) == 0) continue;
-      if (thread < kChunks) {
-        uint4* at = reinterpret_cast<uint4*>(tile + chunk_offset<kKeys>(token, thread));
-        reinterpret_cast<uint4*>(shared.special_value)[thread] = *at;
+      if (thread() < kChunks) {
+        uint4* at = reinterpret_cast<uint4*>(tile + chunk_offset<kKeys>(token, thread()));
+        reinterpret_cast<uint4*>(shared.special_value)[thread()] = *at;
         *at = make_uint4(0, 0, 0, 0);
       }
 #pragma unroll
       for (int i = 0; i < kKeys / 4; ++i) {  // pairs: columns 8 (i / 2) + 2 (lane % 4) and the next, row i % 2
-        if (i / 2 * 4 + lane % 4 == token / 2) {
+        if (i / 2 * 4 + lane() % 4 == token / 2) {
           const std::uint32_t bits = token % 2 == 0 ? probabilities[i] : probabilities[i] >> 16;
-          shared.special_weight[rows[i % 2]] = Element::bitcast(static_cast<std::uint16_t>(bits));
+          shared.special_weight[product_row(i % 2)] = Element::bitcast(static_cast<std::uint16_t>(bits));
         }
       }
       consumers_sync();
@@ -291,14 +303,14 @@ struct QsaConsumer {
 #pragma unroll
         for (int w = 0; w < kMaskWords; ++w) lists |= token / 32 == w && (listed[r][w] >> (token % 32) & 1) != 0;
         if (!lists) continue;
-        const float weight = static_cast<float>(shared.special_weight[rows[r]]);
+        const float weight = static_cast<float>(shared.special_weight[product_row(r)]);
 #pragma unroll
         for (int i = 0; i < kHeadDim / 8; ++i) {
 #pragma unroll
           for (int e = 0; e < 2; ++e) {
             float& sum_of_values = o(4 * i + 2 * r + e);
             sum_of_values =
-                __fmaf_rn(weight, static_cast<float>(shared.special_value[8 * i + lane % 4 * 2 + e]), sum_of_values);
+                __fmaf_rn(weight, static_cast<float>(shared.special_value[8 * i + lane() % 4 * 2 + e]), sum_of_values);
           }
         }
       }
@@ -311,15 +323,13 @@ struct QsaConsumer {
   template <typename Out>
   __device__ __forceinline__ void store_as() {
     const int heads = call().group();
-    const int thread = thread_anew();
-    const int quad_column = 2 * (thread % 4), first_row = 16 * (thread / 32) + thread % 32 / 4;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       if (group_row[r] < 0) continue;
       const std::int64_t row = unit.group.begin + group_row[r];
-      const std::int64_t head = unit.kv_head * heads + (first_row + 8 * r) % heads;
-      Out* to =
-          static_cast<Out*>(call().out) + row * call().out_row_stride + head * call().out_head_stride + quad_column;
+      const std::int64_t head = unit.kv_head * heads + product_row(r) % heads;
+      Out* to = static_cast<Out*>(call().out) + row * call().out_row_stride + head * call().out_head_stride +
+                2 * (lane() % 4);
 #pragma unroll
       for (int i = 0; i < kHeadDim / 8; ++i) {
         const float low = o(4 * i + 2 * r), high = o(4 * i + 2 * r + 1);
@@ -329,7 +339,7 @@ struct QsaConsumer {
           *reinterpret_cast<std::uint32_t*>(to + 8 * i) = pack<Out>(low, high);
         }
       }
-      if (call().lse != nullptr && quad_column == 0) {
+      if (call().lse != nullptr && lane() % 4 == 0) {
         call().lse[row * call().lse_row_stride + head * call().lse_head_stride] = natural_lse(maximum[r], sum[r]);
       }
     }

@@ -19,18 +19,18 @@ void launch_both(const QsaKernelParams& call, int device, void* stream) {
   const QsaParams& params = call.params;
   // Only shapes are known here. Where they do not rule out a long sequence, the long kernel has to look.
   if (params.rows.total <= sm90::kQsaShortRows) {
-    return sm90::launch_qsa_rows<Element, kHeadDim>(call, false, false, device, stream);
+    return sm90::launch_qsa_short<Element, kHeadDim>(call, false, false, device, stream);
   }
   // The second kernel starts as the first one's CTAs end. First the one that has more to do, as far as one can tell.
   const std::int64_t longest = params.longest_hint >= 0 ? params.longest_hint
                                : params.rows.batch > 0  ? 2 * params.rows.total / params.rows.batch
                                                         : 0;
   if (longest > sm90::kQsaShortRows) {
-    sm90::launch_qsa_groups<Element, kHeadDim>(call, false, device, stream);
-    sm90::launch_qsa_rows<Element, kHeadDim>(call, true, true, device, stream);
+    sm90::launch_qsa_long<Element, kHeadDim>(call, false, device, stream);
+    sm90::launch_qsa_short<Element, kHeadDim>(call, true, true, device, stream);
   } else {
-    sm90::launch_qsa_rows<Element, kHeadDim>(call, false, false, device, stream);
-    sm90::launch_qsa_groups<Element, kHeadDim>(call, true, device, stream);
+    sm90::launch_qsa_short<Element, kHeadDim>(call, false, false, device, stream);
+    sm90::launch_qsa_long<Element, kHeadDim>(call, true, device, stream);
   }
 }
 

@@ -1,9 +1,10 @@
 // Which rows of a call make a group: neighbours of one sequence, counted from its first row in the call, so that a
 // sequence's bits do not depend on the rest of the batch. Host+device arithmetic.
 //
-// Groups have ids that need no prefix sum. Group m of a sequence that begins at row b has the id f(b) + m, where
-//     f(b) = b / group_rows + b / kQsaShortRows:
-// two long sequences begin more than kQsaShortRows rows apart. Ids never collide; some belong to no group.
+// Groups have ids that need no prefix sum. Group m of a segment that begins at row b has the id f(b) + m, where
+//     f(b) = b / group_rows + (the segment's number)    for short sequences and the rows of none,
+//     f(b) = b / group_rows + b / kQsaShortRows         for long ones, two of which begin more than that apart.
+// Ids never collide; some belong to no group.
 #pragma once
 
 #include <cstdint>
@@ -17,19 +18,30 @@ struct RowGroup {
   std::int64_t segment = 0;
   std::int64_t begin = 0;  // first row, in the call
   std::int32_t rows = 0;   // 0: no group has this id
+  bool owned = false;      // by a sequence: segment - 1
 };
 
+template <bool kShort>
 struct RowGroups {
   RaggedRows rows;
   std::int32_t group_rows = 1;
 
+  RAGGED_ATTENTION_HOST_DEVICE std::int64_t mark(std::int64_t begin, std::int64_t segment) const {
+    return kShort ? segment : begin / kQsaShortRows;
+  }
+
   RAGGED_ATTENTION_HOST_DEVICE std::int64_t num_ids() const {
-    return rows.total / group_rows + rows.total / kQsaShortRows + 1;
+    return rows.total / group_rows + (kShort ? rows.num_segments() : rows.total / kQsaShortRows + 1);
   }
 
   RAGGED_ATTENTION_HOST_DEVICE std::int64_t first_id(std::int64_t segment) const {
     const std::int64_t begin = rows.boundary(segment);
-    return begin / group_rows + begin / kQsaShortRows;
+    return begin / group_rows + mark(begin, segment);
+  }
+
+  RAGGED_ATTENTION_HOST_DEVICE bool takes(std::int64_t length, bool owned) const {
+    const bool is_short = !owned || length <= kQsaShortRows;
+    return length > 0 && is_short == kShort;
   }
 
   // Where `segment` is the last that has first_id(segment) <= id.
@@ -37,11 +49,25 @@ struct RowGroups {
     RowGroup result;
     const RowRange range = rows.rows(segment);
     const std::int64_t first = (id - first_id(segment)) * group_rows;
-    if (!is_long(range.size(), rows.owned(segment)) || first < 0 || first >= range.size()) return result;
+    if (!takes(range.size(), rows.owned(segment)) || first < 0 || first >= range.size()) return result;
     result.segment = segment;
     result.begin = range.begin + first;
     result.rows = static_cast<std::int32_t>(range.size() - first < group_rows ? range.size() - first : group_rows);
+    result.owned = rows.owned(segment);
     return result;
+  }
+
+  // group() by a search of its own.
+  RAGGED_ATTENTION_HOST_DEVICE RowGroup group(std::int64_t id) const {
+    std::int64_t low = 0, high = rows.num_segments();
+    while (high - low > 1) {
+      const std::int64_t middle = low + (high - low) / 2;
+      if (first_id(middle) <= id)
+        low = middle;
+      else
+        high = middle;
+    }
+    return group(id, low);
   }
 };
 

@@ -1,4 +1,4 @@
-// What the kernel for groups of rows is given, and what its two roles share.
+// What the kernel is given, and what its two roles share.
 #pragma once
 
 #include "common/cuda/sm90/tma.cuh"
@@ -16,12 +16,15 @@ struct QsaGroupsParams {
   std::int32_t group_rows = 1;
   std::int32_t page_shift = -1;  // log2 of the page size where that is a whole number
   std::int32_t longest = 0;      // tokens that a page table has room for
+  std::int64_t num_units = 0;    // groups (some of them none) times kv heads
 };
 
-template <typename Element_, int kHeadDim_>
+template <typename Element_, int kHeadDim_, bool kShort_>
 struct QsaTraits {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_;
+  static constexpr bool kShort = kShort_;
+  static constexpr int kSplits = kShort ? kQsaSplits : 1;  // CTAs of a cluster
   static constexpr int kKeys = QsaTile<kHeadDim>::kKeys;
   static constexpr int kBlocks = kHeadDim / kBlockColumns;
   static constexpr int kMaskWords = kKeys / 32;
@@ -31,25 +34,27 @@ struct QsaTraits {
   static_assert(kProducerRegisters + kConsumerRegisters == 256);
 };
 
-// One group and one kv head: what a CTA does.
+// One group and one kv head: what a CTA, or a cluster of them, does at a time.
 struct QsaUnit {
   RowGroup group;
   std::int32_t kv_head = 0;
   std::int32_t length = 0;  // tokens that its rows may name
   std::int64_t sequence = 0;
 
-  // A group of one row needs no plan.
-  __device__ __forceinline__ bool shares() const { return group.rows > 1; }
+  __device__ __forceinline__ bool needs_plan() const { return group.owned && group.rows > 1; }
 };
 
 // What the producers gather: the written-out part of a window's plan, or what a row lists of the window.
 struct QsaSource {
   static constexpr std::int32_t kPlanned = -1, kAsListed = -1;
-  std::int32_t row;    // of the group; or kPlanned
-  std::int32_t base;   // of the window
-  std::int32_t words;  // of the window
-  std::int32_t end;    // entries
+  std::int32_t row;         // of the group; or kPlanned
+  std::int32_t base;        // of the window
+  std::int32_t words;       // of the window
+  std::int32_t begin, end;  // entries
 };
+
+// Of a CTA.
+enum QsaRole : int { kConsumes = 0, kProduces = 1 };
 
 template <typename Traits>
 struct QsaShared {
@@ -61,15 +66,16 @@ struct QsaShared {
   alignas(16) std::uint32_t plan[kQsaPlanBytes / 4];  // [rows][words]
   std::uint16_t list[kQsaListEntries];
   const char* token_at[2][Traits::kProducerWarps][32];  // where the tokens of a warp's batch lie, K and V
-  QsaUnit unit;                                         // registers are short
+  QsaUnit unit[2];                                      // that a role is at; registers are short
+  std::int64_t next_unit[2];                            // to look at
   QsaSource source;
   // With K: which of the tile's tokens each row of the group lists; or that the pass has ended.
   std::uint32_t listed[kQsaMaxGroupRows][Traits::kMaskWords];
   std::int32_t end;
   // full: by each producer thread's copies, and by each producer warp (K). empty: by each consumer warp.
   std::uint64_t k_full, k_empty, v_full, v_empty;
-  std::uint64_t verdict;  // by each consumer warp, after the first pass over a group of several rows
-  std::int32_t again;     // a second pass is wanted
+  std::uint64_t verdict;     // by each consumer warp, after the first pass over a group of several rows
+  std::int32_t bad_verdict;  // the last one that asked for a second pass
   std::int32_t warp_total[Traits::kProducerWarps];  // the plan's: tokens in each producer warp's words
   std::uint16_t before[128];                        // and before those of each producer thread
   std::int32_t beyond, duplicate;  // the plan's: the first local token after the window; a token that a row lists twice
@@ -78,6 +84,13 @@ struct QsaShared {
   std::uint32_t special[Traits::kMaskWords];
   Element special_weight[64];
   alignas(16) Element special_value[Traits::kHeadDim];
+
+  // Once all tiles are consumed: what this CTA has of each row, in the place of Q, K and V.
+  static constexpr int kPartialStride = Traits::kHeadDim + 8;  // columns; the 8 spread a quad's rows over the banks
+  __device__ float* partial_output() { return reinterpret_cast<float*>(&q[0][0][0]); }
+  __device__ float* partial_maximum() { return partial_output() + 64 * kPartialStride; }
+  __device__ float* partial_sum() { return partial_maximum() + 64; }
+  static_assert((64 * kPartialStride + 128) * 4 <= 2 * (64 + 2 * Traits::kKeys) * Traits::kHeadDim);
 };
 
 // Of bar.sync; 0 is all threads'.

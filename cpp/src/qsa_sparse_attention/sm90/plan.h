@@ -11,6 +11,30 @@
 
 namespace ragged_attention::sm90 {
 
+// The part of a context that one CTA of a cluster gathers for a group of several rows: every kQsaSplits-th granule of
+// 64 tokens, numbered through without the others'.
+template <std::int32_t kSplits>
+struct ContextShare {
+  static constexpr std::int32_t kGranule = 64;
+  std::int32_t rank = 0;
+
+  RAGGED_ATTENTION_HOST_DEVICE bool owns(std::int32_t token) const {
+    return kSplits == 1 || token / kGranule % kSplits == rank;
+  }
+  // Number of a token among those it owns, and back.
+  RAGGED_ATTENTION_HOST_DEVICE std::int32_t local(std::int32_t token) const {
+    return kSplits == 1 ? token : token / kGranule / kSplits * kGranule + token % kGranule;
+  }
+  RAGGED_ATTENTION_HOST_DEVICE std::int32_t token(std::int32_t local) const {
+    return kSplits == 1 ? local : (local / kGranule * kSplits + rank) * kGranule + local % kGranule;
+  }
+};
+
+// The part of a single row's list that one CTA of a cluster gathers.
+RAGGED_ATTENTION_HOST_DEVICE std::int32_t list_share(std::int32_t count, std::int32_t splits, std::int32_t rank) {
+  return static_cast<std::int32_t>(std::int64_t{count} * rank / splits);
+}
+
 // Words of 32 tokens in a window of a group's plan: one for each row, within kQsaPlanBytes.
 RAGGED_ATTENTION_HOST_DEVICE std::int32_t plan_words(std::int32_t rows) { return kQsaPlanBytes / (4 * rows); }
 

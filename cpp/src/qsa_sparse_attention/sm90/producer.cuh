@@ -26,14 +26,15 @@ struct QsaPlanner {
   const QsaGroupsParams& params;
   QsaShared<Traits>& shared;
   const QsaUnit& unit;
+  ContextShare<Traits::kSplits> share;
   int thread, threads;
 
   __device__ __forceinline__ void sync() const {
     cutlass::arch::NamedBarrier::sync(threads, threads == 256 ? kPlanners : kProducers);
   }
 
-  // Of the 32 * words tokens from `base` on. When all have called it, shared.beyond is the first token after the window
-  // that is listed, and shared.duplicate whether a row lists one twice.
+  // Of the tokens whose local numbers lie in the 32 * words from `base` on. When all have called it, shared.beyond is
+  // the first local number after the window that is listed, and shared.duplicate whether a row lists one twice.
   __device__ __forceinline__ void mark(std::int32_t base, std::int32_t words) {
     const QsaParams& call = params.call.params;
     std::uint32_t* masks = shared.plan;
@@ -63,8 +64,8 @@ struct QsaPlanner {
         for (int j = 0; j < kAtOnce; ++j) tokens[j] = i + j * threads < count ? list[i + j * threads] : -1;
 #pragma unroll
         for (int j = 0; j < kAtOnce; ++j) {
-          if (static_cast<std::uint32_t>(tokens[j]) >= length) continue;
-          const std::int32_t place = tokens[j] - base;
+          if (static_cast<std::uint32_t>(tokens[j]) >= length || !share.owns(tokens[j])) continue;
+          const std::int32_t place = share.local(tokens[j]) - base;
           if (static_cast<std::uint32_t>(place) < places) {
             const std::uint32_t bit = 1u << place % 32;
             duplicate |= (atomicOr(&mine[static_cast<std::uint32_t>(place) / 32], bit) & bit) != 0;
@@ -81,9 +82,12 @@ struct QsaPlanner {
   }
 };
 
-// Words of a window of the unit's plan: no more than the context has.
+// Of a window of the unit's plan: no more than the CTA's share of the context has.
+template <typename Traits>
 __device__ __forceinline__ std::int32_t words_of(const QsaUnit& unit) {
-  return min(plan_words(unit.group.rows), unit.length / 32 + 1);
+  constexpr std::int32_t kGranule = ContextShare<Traits::kSplits>::kGranule;
+  const std::int32_t granules = (unit.length / kGranule + Traits::kSplits) / Traits::kSplits;
+  return min(plan_words(unit.group.rows), granules * (kGranule / 32));
 }
 
 template <typename Traits>
@@ -98,10 +102,11 @@ struct QsaProducer {
   const QsaGroupsParams& params;
   QsaShared<Traits>& shared;
   const QsaUnit& unit;
+  ContextShare<Traits::kSplits> share;  // of this CTA
   Ring<1> k_ring, v_ring;
 
-  __device__ __forceinline__ QsaProducer(const QsaGroupsParams& params_, QsaShared<Traits>& shared_)
-      : params(params_), shared(shared_), unit(shared_.unit) {}
+  __device__ __forceinline__ QsaProducer(const QsaGroupsParams& params_, QsaShared<Traits>& shared_, int rank)
+      : params(params_), shared(shared_), unit(shared_.unit[kProduces]), share{rank} {}
 
   // Read anew wherever it is asked for: what follows from it would be worked out ahead, and take registers for good.
   __device__ __forceinline__ static int thread() {
@@ -116,10 +121,10 @@ struct QsaProducer {
   // Everything that the unit's rows list, once.
   __device__ __forceinline__ void pass(bool again) {
     constexpr std::int32_t kNothingBeyond = QsaPlanner<Traits>::kNothingBeyond;
-    const std::int32_t words = words_of(unit);
-    std::int32_t base = 0;                           // of the window
-    std::int32_t next = kNothingBeyond, tokens = 0;  // window after it; of its plan
-    int done = 0, parts = 0;                         // of the window: lists as they stand, or parts of its plan
+    const std::int32_t words = words_of<Traits>(unit);
+    std::int32_t base = unit.group.owned ? 0 : kNothingBeyond;  // of the window
+    std::int32_t next = kNothingBeyond, tokens = 0;             // window after it; of its plan
+    int done = 0, parts = 0;  // of the window: lists as they stand, or parts of its plan
     // Both roles mark the first window: nobody has anything else to do yet.
     int planners = again ? kThreads : 256;
 #pragma unroll 1
@@ -129,7 +134,7 @@ struct QsaProducer {
         tokens = QsaSource::kAsListed;
         parts = unit.group.rows;
         if (unit.group.rows > 1) {
-          QsaPlanner<Traits>{params, shared, unit, thread(), planners}.mark(base, words);
+          QsaPlanner<Traits>{params, shared, unit, share, thread(), planners}.mark(base, words);
           planners = kThreads;
           next = shared.beyond == kNothingBeyond ? kNothingBeyond : shared.beyond / 32 * 32;
           if (shared.duplicate == 0) {
@@ -139,13 +144,17 @@ struct QsaProducer {
         }
       }
       if (done < parts) {
-        QsaSource source{done, base, words, 0};
+        QsaSource source{done, base, words, 0, 0};
         if (tokens != QsaSource::kAsListed) {
           write_list(words, done * kQsaListEntries);
           source.row = QsaSource::kPlanned;
           source.end = min(tokens - done * kQsaListEntries, kQsaListEntries);
         } else {
           source.end = count_of(done);
+          if (unit.group.rows == 1) {
+            source.begin = list_share(source.end, Traits::kSplits, share.rank);
+            source.end = list_share(source.end, Traits::kSplits, share.rank + 1);
+          }
         }
         stream(source);
         ++done;
@@ -177,11 +186,12 @@ struct QsaProducer {
     return list_of(shared.source.row)[i];
   }
   __device__ __forceinline__ std::int32_t token_of(std::int32_t entry) const {
-    if (shared.source.row == QsaSource::kPlanned) return entry == kNone ? kNone : shared.source.base + entry;
+    if (shared.source.row == QsaSource::kPlanned)
+      return entry == kNone ? kNone : share.token(shared.source.base + entry);
     const std::int32_t token = in_sequence(entry);
-    if (!unit.shares() || token == kNone) return token;
-    const std::int32_t place = token - shared.source.base;
-    return place >= 0 && place < 32 * shared.source.words ? token : kNone;
+    if (unit.group.rows == 1 || token == kNone) return token;
+    const std::int32_t place = share.local(token) - shared.source.base;
+    return share.owns(token) && place >= 0 && place < 32 * shared.source.words ? token : kNone;
   }
 
   // Which lanes' entries each row lists: lane r gets row r's.
@@ -299,12 +309,12 @@ struct QsaProducer {
     producers_sync();
     constexpr std::int32_t kEntries = kBatch * kKeys;
     const std::int32_t mine = lane() / kTokens * kKeys + warp() * kTokens + lane() % kTokens;  // of a batch
-    std::int32_t now = entry(mine);
+    std::int32_t now = entry(shared.source.begin + mine);
     std::int32_t token = token_of(now);
     Page page = page_of(token);
-    std::int32_t ahead = entry(kEntries + mine);
+    std::int32_t ahead = entry(shared.source.begin + kEntries + mine);
 #pragma unroll 1
-    for (std::int32_t first = 0; first < shared.source.end; first += kEntries) {
+    for (std::int32_t first = shared.source.begin; first < shared.source.end; first += kEntries) {
       const bool valid = exists(page);
       const std::int64_t offset = offset_of(token, page);
       __syncwarp();  // the last batch's have been read
