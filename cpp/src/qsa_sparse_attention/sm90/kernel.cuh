@@ -2,9 +2,8 @@
 //
 // A unit of work is a group of neighbouring rows (groups.h) and one kv head. What several rows of the group list is
 // gathered once, by cp.async, and meets all their query heads in one product.
-//   Producer warpgroup: plans the union of the lists (plan.h), looks up pages, copies K and V tile by tile into two
-//   rings
-//     of stages, with a mask for each tile: which row lists which token.
+//   Producer warpgroup: plans the union of the lists (plan.h), looks up pages, copies K and V tile by tile, with a mask
+//     for each tile: which row lists which token.
 //   Consumer warpgroup, for each tile: S = Q K^T, masked; online softmax; O += P V, P from registers.
 // Long sequences: one CTA a unit. Short ones (decode, multi-token prediction): a cluster of CTAs a unit, each with its
 // share of the context or list; they leave O, maximum and sum in shared memory, and each merges a part of the rows, in
