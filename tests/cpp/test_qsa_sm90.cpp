@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <functional>
 #include <limits>
 #include <random>
 #include <set>
@@ -12,17 +11,12 @@
 
 #include "common/cuda/sm90/swizzle.h"
 #include "common/cuda/sm90/warp_search.h"
+#include "offsets.h"
 #include "qsa_sparse_attention/sm90/groups.h"
 #include "qsa_sparse_attention/sm90/plan.h"
 
 namespace ragged_attention::sm90 {
 namespace {
-
-using Offsets = std::vector<std::int64_t>;
-
-RaggedRows rows_of(const Offsets& offsets, std::int64_t total) {
-  return {{offsets.data(), 1, IntegerType::kI64}, static_cast<std::int64_t>(offsets.size()) - 1, total};
-}
 
 template <bool kShort>
 std::int64_t find_by_warp(const RowGroups<kShort>& groups, std::int64_t id) {
@@ -65,18 +59,6 @@ int broken_groups(const Offsets& offsets, std::int64_t total, int group_rows) {
   int bad = add_groups<true>(rows, group_rows, &met) + add_groups<false>(rows, group_rows, &met);
   for (const int times : met) bad += times != 1;
   return bad;
-}
-
-void for_all_offsets(const Offsets& values, int batch, const std::function<void(const Offsets&)>& visit) {
-  Offsets offsets(static_cast<std::size_t>(batch) + 1, 0);
-  std::function<void(std::size_t, std::size_t)> fill = [&](std::size_t at, std::size_t least) {
-    if (at == offsets.size()) return visit(offsets);
-    for (std::size_t i = least; i < values.size(); ++i) {
-      offsets[at] = values[i];
-      fill(at + 1, i);
-    }
-  };
-  fill(0, 0);
 }
 
 TEST_CASE("groups hold every row once, whatever the offsets") {

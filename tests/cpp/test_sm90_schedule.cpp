@@ -14,29 +14,11 @@
 #include "common/cuda/sm90/ragged_coordinates.h"
 #include "common/cuda/sm90/warp_search.h"
 #include "masks.h"
+#include "offsets.h"
 #include "ragged_flash_attention/sm90/schedule.h"
 
 namespace ragged_attention::sm90 {
 namespace {
-
-using Offsets = std::vector<std::int64_t>;
-
-RaggedRows rows_of(const Offsets& offsets, std::int64_t total) {
-  return {{offsets.data(), 1, IntegerType::kI64}, static_cast<std::int64_t>(offsets.size()) - 1, total};
-}
-
-// Calls visit(offsets) for every non-decreasing vector of batch + 1 of the values, which are sorted.
-void for_all_offsets(const Offsets& values, int batch, const std::function<void(const Offsets&)>& visit) {
-  Offsets offsets(static_cast<std::size_t>(batch) + 1, 0);
-  std::function<void(std::size_t, std::size_t)> fill = [&](std::size_t at, std::size_t least) {
-    if (at == offsets.size()) return visit(offsets);
-    for (std::size_t i = least; i < values.size(); ++i) {
-      offsets[at] = values[i];
-      fill(at + 1, i);
-    }
-  };
-  fill(0, 0);
-}
 
 Offsets all_up_to(std::int64_t total) {
   Offsets values;
