@@ -24,5 +24,6 @@ bool ragged_flash_attention_sm90(const RaggedParams&, int, void*) { refuse(); }
 void qsa_sparse_attention_cuda(const QsaParams&, int, void*, std::optional<std::int64_t>, std::optional<std::int64_t>) {
   refuse();
 }
+bool qsa_sparse_attention_sm90(const QsaParams&, int, void*) { refuse(); }
 
 }  // namespace ragged_attention
