@@ -95,3 +95,15 @@ def assert_all_same_bits(
 def assert_nothing_attended(out: Array, lse: Array) -> None:
     assert np.all(out.astype(np.float64) == 0)
     assert np.all(lse == -np.inf)
+
+
+def kernel_names(torch: Any, call: Any) -> set[str]:
+    """Of this package's kernels that a call runs, by torch's profiler; nothing where it sees none."""
+    from torch.profiler import ProfilerActivity, profile
+
+    call()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        call()
+        torch.cuda.synchronize()
+    return {event.key for event in profiler.key_averages() if "ragged_attention::" in event.key}

@@ -24,7 +24,7 @@ from _cases import (
     ragged_case,
     strided,
 )
-from _checks import assert_all_same_bits, assert_nothing_attended, assert_same_bits
+from _checks import assert_all_same_bits, assert_nothing_attended, assert_same_bits, kernel_names
 from _frameworks import FLOAT_DTYPES, Array, Framework, Strided, numpy_dtype
 
 from ragged_attention import ragged_flash_attention, supports
@@ -276,17 +276,6 @@ def test_supports_names_the_hopper_kernels(hopper):
         assert answer.ok
         assert answer.path == ("cuda_sm90" if fast else "cuda_portable"), (head_dim, dtype, answer)
         assert ("Hopper" in answer.reason) == fast
-
-
-def kernel_names(torch: Any, call: Any) -> set[str]:
-    from torch.profiler import ProfilerActivity, profile
-
-    call()
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        call()
-        torch.cuda.synchronize()
-    return {event.key for event in profiler.key_averages() if "ragged_kernel" in event.key}
 
 
 def test_a_call_runs_the_kernels_it_should(hopper, rng):

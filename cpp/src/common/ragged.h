@@ -14,6 +14,20 @@
 
 namespace ragged_attention {
 
+// The last of `count` numbers from 0 on that a monotone condition holds for; the first always counts as one.
+template <typename Holds>
+RAGGED_ATTENTION_HOST_DEVICE std::int64_t last_that(std::int64_t count, const Holds& holds) {
+  std::int64_t low = 0, high = count;  // it holds for `low`, and not for `high`
+  while (high - low > 1) {
+    const std::int64_t middle = low + (high - low) / 2;
+    if (holds(middle))
+      low = middle;
+    else
+      high = middle;
+  }
+  return low;
+}
+
 struct RowRange {
   std::int64_t begin = 0;
   std::int64_t end = 0;
@@ -46,15 +60,13 @@ struct RaggedRows {
 
   // The last segment that starts at or before `row`: the one that holds it, if the offsets are monotone.
   RAGGED_ATTENTION_HOST_DEVICE std::int64_t segment_of_row(std::int64_t row) const {
-    std::int64_t low = 0, high = num_segments();  // boundary(low) <= row < boundary(high), the end counting as larger
-    while (high - low > 1) {
-      const std::int64_t middle = low + (high - low) / 2;
-      if (boundary(middle) <= row)
-        low = middle;
-      else
-        high = middle;
-    }
-    return low;
+    return last_that(num_segments(), [&](std::int64_t segment) { return boundary(segment) <= row; });
+  }
+
+  // Rows of the longest sequence: the hint, or a guess if it is negative. For orders and launch shapes alone.
+  std::int64_t likely_longest(std::int64_t hint) const {
+    if (hint >= 0) return hint;
+    return batch > 0 ? 2 * total / batch : 0;
   }
 };
 
@@ -79,17 +91,11 @@ struct TileSchedule {
   };
 
   RAGGED_ATTENTION_HOST_DEVICE Tile tile(std::int64_t id) const {
-    std::int64_t low = 0, high = rows.num_segments();
-    while (high - low > 1) {
-      const std::int64_t middle = low + (high - low) / 2;
-      if (first_id(middle) <= id)
-        low = middle;
-      else
-        high = middle;
-    }
-    const RowRange range = rows.rows(low);
-    const std::int64_t m = id - first_id(low);
-    return {low, range.begin, range.size(), m < 0 ? range.size() : m * block_m};
+    const std::int64_t segment =
+        last_that(rows.num_segments(), [&](std::int64_t candidate) { return first_id(candidate) <= id; });
+    const RowRange range = rows.rows(segment);
+    const std::int64_t m = id - first_id(segment);
+    return {segment, range.begin, range.size(), m < 0 ? range.size() : m * block_m};
   }
 };
 

@@ -22,10 +22,7 @@ void launch_both(const QsaKernelParams& call, int device, void* stream) {
     return sm90::launch_qsa_short<Element, kHeadDim>(call, false, false, device, stream);
   }
   // The second kernel starts as the first one's CTAs end. First the one that has more to do, as far as one can tell.
-  const std::int64_t longest = params.longest_hint >= 0 ? params.longest_hint
-                               : params.rows.batch > 0  ? 2 * params.rows.total / params.rows.batch
-                                                        : 0;
-  if (longest > sm90::kQsaShortRows) {
+  if (params.rows.likely_longest(params.longest_hint) > sm90::kQsaShortRows) {
     sm90::launch_qsa_long<Element, kHeadDim>(call, false, device, stream);
     sm90::launch_qsa_short<Element, kHeadDim>(call, true, true, device, stream);
   } else {
@@ -53,7 +50,7 @@ void dispatch_head_dim(const QsaKernelParams& params, int device, void* stream) 
 bool qsa_sparse_attention_sm90(const QsaParams& params, int device, void* stream) {
   const QsaKernelParams call = portable::kernel_params(params);
   if (!call.q_aligned || !call.kv_aligned || !call.out_aligned) return false;
-  if (params.row_to_sequence != nullptr) return false;
+  if (params.row_to_sequence != nullptr) return false;  // groups come from the offsets
   // Numbers of units and CTAs are 32-bit.
   constexpr std::int64_t kMost = (std::int64_t{1} << 31) - 1;
   const std::int64_t groups = params.rows.total + params.rows.batch + 2;

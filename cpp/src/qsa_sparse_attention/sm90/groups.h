@@ -59,15 +59,7 @@ struct RowGroups {
 
   // group() by a search of its own.
   RAGGED_ATTENTION_HOST_DEVICE RowGroup group(std::int64_t id) const {
-    std::int64_t low = 0, high = rows.num_segments();
-    while (high - low > 1) {
-      const std::int64_t middle = low + (high - low) / 2;
-      if (first_id(middle) <= id)
-        low = middle;
-      else
-        high = middle;
-    }
-    return group(id, low);
+    return group(id, last_that(rows.num_segments(), [&](std::int64_t segment) { return first_id(segment) <= id; }));
   }
 };
 

@@ -46,7 +46,7 @@ struct QsaUnit {
 
 // What the producers gather: the written-out part of a window's plan, or what a row lists of the window.
 struct QsaSource {
-  static constexpr std::int32_t kPlanned = -1, kAsListed = -1;
+  static constexpr std::int32_t kPlanned = -1;
   std::int32_t row;         // of the group; or kPlanned
   std::int32_t base;        // of the window
   std::int32_t words;       // of the window

@@ -97,7 +97,6 @@ struct QsaProducer {
   static constexpr int kBatch = 32 / kTokens;                     // tiles
   static constexpr int kThreads = 32 * Traits::kProducerWarps;
   static constexpr std::int32_t kNone = -1;  // no token
-  static constexpr std::int32_t kNothingBeyond = 0x7fffffff;
 
   const QsaGroupsParams& params;
   QsaShared<Traits>& shared;
@@ -120,7 +119,7 @@ struct QsaProducer {
 
   // Everything that the unit's rows list, once.
   __device__ __forceinline__ void pass(bool again) {
-    constexpr std::int32_t kNothingBeyond = QsaPlanner<Traits>::kNothingBeyond;
+    constexpr std::int32_t kNothingBeyond = QsaPlanner<Traits>::kNothingBeyond, kNoPlan = -1;
     const std::int32_t words = words_of<Traits>(unit);
     std::int32_t base = unit.group.owned ? 0 : kNothingBeyond;  // of the window
     std::int32_t next = kNothingBeyond, tokens = 0;             // window after it; of its plan
@@ -131,7 +130,7 @@ struct QsaProducer {
     while (base != kNothingBeyond) {
       if (done == parts) {
         done = 0;
-        tokens = QsaSource::kAsListed;
+        tokens = kNoPlan;
         parts = unit.group.rows;
         if (unit.group.rows > 1) {
           QsaPlanner<Traits>{params, shared, unit, share, thread(), planners}.mark(base, words);
@@ -145,7 +144,7 @@ struct QsaProducer {
       }
       if (done < parts) {
         QsaSource source{done, base, words, 0, 0};
-        if (tokens != QsaSource::kAsListed) {
+        if (tokens != kNoPlan) {
           write_list(words, done * kQsaListEntries);
           source.row = QsaSource::kPlanned;
           source.end = min(tokens - done * kQsaListEntries, kQsaListEntries);

@@ -27,8 +27,6 @@ bool narrow(const Mask& mask, std::int64_t short_rows) {
   return mask.window > 0 && mask.kind != MaskKind::kSlidingWindowNoncausal && mask.window <= short_rows;
 }
 
-std::int64_t average_twice(const RaggedRows& rows) { return rows.batch > 0 ? 2 * rows.total / rows.batch : 0; }
-
 template <typename Element, int kHeadDim>
 void launch_both(const RaggedParams& params, int device, void* stream) {
   constexpr int kShortRows = sm90::Tiles<kHeadDim>::kShortRows;
@@ -41,8 +39,7 @@ void launch_both(const RaggedParams& params, int device, void* stream) {
   }
   // The second kernel starts as the first one's CTAs end. First the one that has more to do, as far as one can tell:
   // the other's look at the offsets is then hidden.
-  const std::int64_t longest = params.longest_hint >= 0 ? params.longest_hint : average_twice(params.rows);
-  if (longest > kShortRows) {
+  if (params.rows.likely_longest(params.longest_hint) > kShortRows) {
     sm90::launch_ragged_long<Element, kHeadDim>(params, false, device, stream);
     sm90::launch_ragged_short<Element, kHeadDim>(params, kShortRows, true, device, stream);
   } else {
