@@ -49,7 +49,7 @@ int add_groups(const RaggedRows& rows, int group_rows, bool rows_apart, std::vec
     bad += group.rows < group_rows && group.begin + group.rows != range.end;
     bad += group.owned != rows.owned(group.segment);
     bad += (!group.owned || range.size() <= kQsaShortRows) != kShort;
-    bad += groups.rows_apart && (!group.owned || range.size() == 1);
+    bad += groups.rows_apart && (!group.owned || range.size() <= kQsaApartRows);
     for (std::int64_t r = group.begin; r < group.begin + group.rows; ++r) ++(*met)[static_cast<std::size_t>(r)];
   }
   return bad;
@@ -61,10 +61,10 @@ int broken_groups(const Offsets& offsets, std::int64_t total, int group_rows) {
   for (const bool rows_apart : {false, true}) {
     std::vector<int> met(static_cast<std::size_t>(total), 0);
     bad += add_groups<true>(rows, group_rows, rows_apart, &met) + add_groups<false>(rows, group_rows, rows_apart, &met);
-    if (rows_apart) {  // what the kernel of single rows takes
+    if (rows_apart) {  // what the kernel of few rows takes
       for (std::int64_t segment = 0; segment < rows.num_segments(); ++segment) {
         const RowRange range = rows.rows(segment);
-        if (rows.owned(segment) && range.size() != 1) continue;
+        if (rows.owned(segment) && range.size() > kQsaApartRows) continue;
         for (std::int64_t r = range.begin; r < range.end; ++r) ++met[static_cast<std::size_t>(r)];
       }
     }
@@ -302,7 +302,7 @@ TEST_CASE("the chunks of a tile are swapped as the matrix products expect") {
 template <int kCtas>
 int broken_rounds(std::int32_t count) {
   std::vector<int> met(static_cast<std::size_t>(count), 0);
-  for (std::int32_t warp = 0; warp < kRowWarps; ++warp) {
+  for (std::int32_t warp = 0; warp < kRowChains; ++warp) {
     const std::int32_t chain = row_chain(count, warp), rounds = (chain + kCtas - 1) / kCtas;
     for (std::int32_t round = 0; round < rounds; ++round) {
       for (std::int32_t tile = round * kCtas; tile < std::min((round + 1) * kCtas, chain); ++tile) {
@@ -330,50 +330,42 @@ TEST_CASE("the tiles of a row's chains hold every entry once, for any number of 
   CHECK(row_tile_begin(std::int64_t{1} << 40, 7) == ((std::int64_t{1} << 43) + 7) * 16);
 }
 
-TEST_CASE("as many CTAs share a row as fit beside each other") {
+TEST_CASE("as many CTAs share a row as leave room for all rows") {
   int bad = 0;
   for (const int multiprocessors : {1, 8, 78, 114, 132}) {
-    for (std::int64_t rows = 0; rows < 400; ++rows) {
-      const int ctas = row_ctas(rows, multiprocessors);
+    const int room[] = {multiprocessors / 2, multiprocessors / 4, multiprocessors / 9};
+    for (std::int64_t units = 1; units < 400; ++units) {
+      const int ctas = row_ctas(units, room);
       bad += ctas != 1 && ctas != 2 && ctas != 4 && ctas != 8;
-      bad += ctas > 1 && rows * ctas > multiprocessors;
-      bad += ctas < 8 && rows * ctas * 2 <= multiprocessors;
+      for (int i = 0; i < 3; ++i) {
+        bad += ctas == 2 << i && units > room[i];
+        bad += ctas < 2 << i && units <= room[i];
+      }
     }
   }
   CHECK(bad == 0);
-  CHECK(row_ctas(std::int64_t{1} << 40, 132) == 1);
+  CHECK(row_ctas(std::int64_t{1} << 40, {66, 30, 15}) == 1);
 }
 
-template <int kChunks>
+template <int kHeadDim>
 int broken_piece() {
-  int bad = 0;
-  std::set<std::uint32_t> seen;
-  constexpr int kRows = 128;
-  for (int row = 0; row < kRows; ++row) {
-    for (int chunk = 0; chunk < kChunks; ++chunk) {
-      const std::uint32_t offset = piece_offset<kChunks>(row, chunk);
-      bad += offset % 16 != 0 || offset >= kRows * kChunks * 16 || !seen.insert(offset).second;
-      bad += offset / (kChunks * 16) != static_cast<std::uint32_t>(row);
-    }
-  }
-  // ldmatrix reads the same chunk of eight rows at once.
-  for (int row = 0; row < kRows; row += 8) {
-    for (int chunk = 0; chunk < kChunks; ++chunk) {
-      std::set<std::uint32_t> banks;
-      for (int i = 0; i < 8; ++i) banks.insert(piece_offset<kChunks>(row + i, chunk) % 128);
+  // ldmatrix reads 16 bytes of eight rows at once.
+  constexpr int kPitch = kRowPitch<kHeadDim>;
+  int bad = kPitch % 16 != 0 || kPitch < 2 * kHeadDim;
+  for (int row = 0; row < 64; ++row) {
+    for (int column = 0; column < 2 * kHeadDim; column += 16) {
+      std::set<int> banks;
+      for (int i = 0; i < 8; ++i) banks.insert(((row + i) * kPitch + column) % 128);
       bad += banks.size() != 8;
     }
   }
   return bad;
 }
 
-TEST_CASE("the chunks of a piece are read without bank conflicts") {
-  CHECK(broken_piece<1>() == 0);
-  CHECK(broken_piece<2>() == 0);
-  CHECK(broken_piece<4>() == 0);
-  CHECK(broken_piece<8>() == 0);
-  CHECK(broken_piece<16>() == 0);
-  CHECK(broken_piece<32>() == 0);
+TEST_CASE("a piece is read without bank conflicts") {
+  CHECK(broken_piece<64>() == 0);
+  CHECK(broken_piece<128>() == 0);
+  CHECK(broken_piece<256>() == 0);
 }
 
 }  // namespace

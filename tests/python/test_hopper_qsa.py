@@ -21,8 +21,9 @@ HEAD_DIMS = (64, 128, 256)
 DTYPES = ("bfloat16", "float16")
 HEADS = ((24, 2), (12, 1), (6, 1), (3, 1), (16, 1), (2, 1), (4, 4), (33, 1), (64, 1))
 
-# Rows of a sequence around groups of 1 to 10 rows, and around the most that go to clusters, 128 (sm90/config.h).
-ROWS = (1, 2, 4, 5, 6, 10, 11, 0, 64, 127, 128, 129, 131, 1)
+# Rows of a sequence around groups of 1 to 10 rows, around 16, the most that are done row by row, and around 128, the
+# most that go to clusters (sm90/config.h).
+ROWS = (1, 2, 4, 5, 6, 10, 11, 0, 15, 16, 17, 18, 31, 64, 127, 128, 129, 131, 1)
 # What a plan writes out at a time, and the least tokens that its window holds (sm90/config.h, plan.h).
 LIST_ENTRIES, WINDOW = 1536, 7360
 
@@ -174,27 +175,27 @@ def test_every_size_of_group(hopper, rng, heads):
 
 @each_dtype
 @each_head_dim
-@pytest.mark.parametrize("rows", [3, 7, 140])
+@pytest.mark.parametrize("rows", [3, 16, 17, 22, 140])
 def test_tokens_listed_twice(hopper, rng, dtype, head_dim, rows):
     check_duplicates(hopper, rng, rows, dtype=dtype, head_dim=head_dim, heads=(12, 1))
 
 
 @each_dtype
 @each_head_dim
-@pytest.mark.parametrize("rows", [2, 9, 140])
+@pytest.mark.parametrize("rows", [2, 9, 18, 24, 140])
 def test_what_a_neighbour_lists_does_not_leak(hopper, rng, dtype, head_dim, rows):
     check_no_leaks(hopper, rng, rows, dtype=dtype, head_dim=head_dim, heads=(12, 1))
 
 
 @each_dtype
 @each_head_dim
-@pytest.mark.parametrize("rows", [1, 5, 140])
+@pytest.mark.parametrize("rows", [1, 5, 21, 140])
 def test_values_that_are_not_finite_stay_in_their_columns(hopper, rng, dtype, head_dim, rows):
     check_special_values(hopper, rng, rows, dtype=dtype, head_dim=head_dim, heads=(12, 1))
 
 
 @pytest.mark.parametrize("heads", [(24, 2), (6, 1), (16, 1)], ids=str)
-@pytest.mark.parametrize("rows", [1, 4, 10, 130])
+@pytest.mark.parametrize("rows", [1, 4, 20, 130])
 @pytest.mark.parametrize("context", [2 * LIST_ENTRIES, 3 * WINDOW, 20 * WINDOW, 3_000_000])
 def test_long_contexts(hopper, rng, heads, rows, context):
     check_long_context(hopper, rng, rows, context, dtype="bfloat16", head_dim=64, heads=heads)
@@ -202,16 +203,16 @@ def test_long_contexts(hopper, rng, heads, rows, context):
 
 @pytest.mark.parametrize("width", [2051, 8195])
 def test_wide_lists_of_the_model(hopper, rng, width):
-    lists = lists_alike(rng, 7, 12000, width, 0.9)
+    lists = lists_alike(rng, 24, 12000, width, 0.9)
     qsa_case(
-        rng, [7], [12000], lists=lists, width=width, dtype="bfloat16", head_dim=256, heads=(12, 1), page_size=128
+        rng, [7, 17], [12000, 12000], lists=lists, width=width, dtype="bfloat16", head_dim=256, heads=(12, 1), page_size=128
     ).run_and_check(hopper)
 
 
 @each_dtype
 @each_head_dim
 def test_bits(hopper, rng, dtype, head_dim):
-    check_bits(hopper, rng, (1, 4, 130, 0, 5, 1, 64, 129), dtype=dtype, head_dim=head_dim, heads=(12, 1))
+    check_bits(hopper, rng, (1, 4, 130, 0, 5, 1, 64, 129, 16, 17), dtype=dtype, head_dim=head_dim, heads=(12, 1))
 
 
 @each_dtype
@@ -237,14 +238,14 @@ def test_decode_of_few_among_many_empty_sequences(hopper, rng):
 
 def test_many_short_sequences_beside_a_long_one(hopper, rng):
     """So many groups that a cluster looks through several, and finds more than one that is its own."""
-    rows = [1, 3] * 40 + [1500] + [2, 1, 0] * 30
+    rows = [1, 18] * 20 + [1500] + [20, 1, 0] * 15
     check_rows(hopper, rng, rows, dtype="bfloat16", head_dim=64, heads=(12, 1), width=30)
 
 
 @each_dtype
 def test_a_replayed_graph_gives_the_same_bits(hopper, rng, dtype):
     torch = hopper.xp
-    case = qsa_case(rng, [1, 4, 140], [300, 200, 100], dtype=dtype, head_dim=256, heads=(12, 1), width=200)
+    case = qsa_case(rng, [1, 4, 140, 20], [300, 200, 100, 50], dtype=dtype, head_dim=256, heads=(12, 1), width=200)
     expected = case.run(hopper)
     tensors = case.tensors(hopper)
     out, lse = hopper.full(case.out_shape, case.out_dtype), hopper.full(case.out_shape[:2], "float32")
@@ -261,7 +262,7 @@ def test_a_replayed_graph_gives_the_same_bits(hopper, rng, dtype):
 
 @pytest.mark.parametrize("scale", [1e6, -3.0, 0.0])
 def test_scales_of_any_size_and_sign(hopper, rng, scale):
-    qsa_case(rng, [1, 6, 140], [90, 80, 30], dtype="bfloat16", head_dim=128, heads=(12, 1), scale=scale).run_and_check(
+    qsa_case(rng, [1, 6, 140, 19], [90, 80, 30, 9], dtype="bfloat16", head_dim=128, heads=(12, 1), scale=scale).run_and_check(
         hopper
     )
 
@@ -282,15 +283,15 @@ def test_a_call_runs_the_kernels_it_should(hopper, rng):
     """By their names in torch's profiler: everything else would be as right on the portable path."""
     torch = hopper.xp
     shape: dict[str, Any] = {"dtype": "bfloat16", "head_dim": 128, "heads": (12, 1)}
-    few, many = qsa_case(rng, [1, 4], [90, 80], **shape), qsa_case(rng, [140, 1], [90, 80], **shape)
-    one = qsa_case(rng, [1], [90], **shape)
+    few, more = qsa_case(rng, [1, 4], [90, 80], **shape), qsa_case(rng, [1, 17], [90, 80], **shape)
+    many = qsa_case(rng, [140, 1], [90, 80], **shape)
     wide = qsa_case(rng, [1, 1], [90, 80], **{**shape, "heads": (17, 1)})
     kernels = ("sm90::qsa_rows_kernel<", "sm90::qsa_groups_kernel<", "portable::qsa_kernel<")
     if not kernel_names(torch, lambda: few.call(hopper)):
         pytest.skip("torch's profiler sees no kernels here")
     calls: list[tuple[str, Case, dict[str, Any], tuple[int, int, int]]] = [
-        ("one row", one, {}, (1, 0, 0)),
-        ("short sequences", few, {}, (1, 1, 0)),
+        ("few rows", few, {}, (1, 0, 0)),
+        ("more rows", more, {}, (1, 1, 0)),
         ("a long one too", many, {}, (1, 2, 0)),
         ("a wrong hint", many, {"max_prompt_length": 1}, (1, 2, 0)),
         ("more heads a kv head than the rows' kernel takes", wide, {}, (0, 1, 0)),

@@ -34,7 +34,7 @@ struct QsaTile<64> {
 constexpr int kQsaPlanBytes = 9 * 1024;  // a bit for each row and token of a window
 constexpr int kQsaListEntries = 1536;    // of the union that are written out at a time, 2 bytes each
 
-// Sequences of at most this many rows in a call are short: each group of their rows is shared out to a cluster of
+// Sequences of at most this many rows in a call, and not so few that they are apart, are short: each group of their rows is shared out to a cluster of
 // kQsaSplits CTAs. Longer ones have groups enough to fill the GPU, one CTA each.
 constexpr std::int64_t kQsaShortRows = 128;
 constexpr int kQsaSplits = 4;
@@ -46,8 +46,9 @@ RAGGED_ATTENTION_HOST_DEVICE int qsa_group_rows(int heads_per_kv_head) {
   return fit < kQsaMaxGroupRows ? fit : kQsaMaxGroupRows;
 }
 
-// Sequences of one row, and the rows of none, have a kernel of their own (row_kernel.cuh) where the query heads of a kv
-// head are no more than the rows of its product.
+// Sequences of at most kQsaApartRows rows, and the rows of none, have a kernel of their own (row_kernel.cuh) where the
+// query heads of a kv head are no more than the rows of its product. So few rows are done before a plan is made.
+constexpr int kQsaApartRows = 16;
 constexpr int kRowMostHeads = 16;
 RAGGED_ATTENTION_HOST_DEVICE bool qsa_rows_apart(int heads_per_kv_head) { return heads_per_kv_head <= kRowMostHeads; }
 

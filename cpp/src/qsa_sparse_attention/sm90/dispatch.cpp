@@ -22,7 +22,7 @@ void launch_all(const QsaKernelParams& call, int device, void* stream) {
   const QsaParams& params = call.params;
   const RaggedRows& rows = params.rows;
   const bool apart = sm90::qsa_rows_apart(params.group());
-  const bool has_short = !apart || rows.total > 1, has_long = rows.total > sm90::kQsaShortRows;
+  const bool has_short = !apart || rows.total > sm90::kQsaApartRows, has_long = rows.total > sm90::kQsaShortRows;
   const std::int64_t longest = rows.likely_longest(params.longest_hint);
   bool beside = false;
   const auto launch_rows = [&] {
@@ -38,7 +38,7 @@ void launch_all(const QsaKernelParams& call, int device, void* stream) {
     launch_long();
     launch_rows();
     launch_short(true);
-  } else if (apart && rows.total <= rows.batch) {
+  } else if (apart && longest <= sm90::kQsaApartRows) {
     launch_rows();
     launch_short(true);
     launch_long();
