@@ -205,7 +205,15 @@ def test_long_contexts(hopper, rng, heads, rows, context):
 def test_wide_lists_of_the_model(hopper, rng, width):
     lists = lists_alike(rng, 24, 12000, width, 0.9)
     qsa_case(
-        rng, [7, 17], [12000, 12000], lists=lists, width=width, dtype="bfloat16", head_dim=256, heads=(12, 1), page_size=128
+        rng,
+        [7, 17],
+        [12000, 12000],
+        lists=lists,
+        width=width,
+        dtype="bfloat16",
+        head_dim=256,
+        heads=(12, 1),
+        page_size=128,
     ).run_and_check(hopper)
 
 
@@ -262,9 +270,9 @@ def test_a_replayed_graph_gives_the_same_bits(hopper, rng, dtype):
 
 @pytest.mark.parametrize("scale", [1e6, -3.0, 0.0])
 def test_scales_of_any_size_and_sign(hopper, rng, scale):
-    qsa_case(rng, [1, 6, 140, 19], [90, 80, 30, 9], dtype="bfloat16", head_dim=128, heads=(12, 1), scale=scale).run_and_check(
-        hopper
-    )
+    qsa_case(
+        rng, [1, 6, 140, 19], [90, 80, 30, 9], dtype="bfloat16", head_dim=128, heads=(12, 1), scale=scale
+    ).run_and_check(hopper)
 
 
 def test_what_takes_the_hopper_path(hopper):

@@ -34,8 +34,8 @@ struct QsaTile<64> {
 constexpr int kQsaPlanBytes = 9 * 1024;  // a bit for each row and token of a window
 constexpr int kQsaListEntries = 1536;    // of the union that are written out at a time, 2 bytes each
 
-// Sequences of at most this many rows in a call, and not so few that they are apart, are short: each group of their rows is shared out to a cluster of
-// kQsaSplits CTAs. Longer ones have groups enough to fill the GPU, one CTA each.
+// Sequences of at most this many rows in a call, and not so few that they are apart, are short: each group of their
+// rows is shared out to a cluster of kQsaSplits CTAs. Longer ones have groups enough to fill the GPU, one CTA each.
 constexpr std::int64_t kQsaShortRows = 128;
 constexpr int kQsaSplits = 4;
 

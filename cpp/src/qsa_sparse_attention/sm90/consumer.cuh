@@ -206,10 +206,11 @@ struct QsaConsumer {
     for (int step = 0; step < kKeys / 16; ++step) {
 #pragma unroll
       for (int part = 0; part < kHeadDim / kColumns; ++part) {
-        wgmma_registers<Element, kColumns>(output[part], &probabilities[4 * step],
-                                           v + step * descriptor_step(16 * kBlockRowBytes) +
-                                               part * (kColumns / kBlockColumns) * descriptor_step(sizeof(shared.v[0][0])),
-                                           true);
+        wgmma_registers<Element, kColumns>(
+            output[part], &probabilities[4 * step],
+            v + step * descriptor_step(16 * kBlockRowBytes) +
+                part * (kColumns / kBlockColumns) * descriptor_step(sizeof(shared.v[0][0])),
+            true);
       }
     }
     wgmma_commit();

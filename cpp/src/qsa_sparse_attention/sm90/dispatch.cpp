@@ -25,8 +25,8 @@ void launch_all(const QsaKernelParams& call, int device, void* stream) {
   const bool has_short = !apart || rows.total > sm90::kQsaApartRows, has_long = rows.total > sm90::kQsaShortRows;
   const std::int64_t longest = rows.likely_longest(params.longest_hint);
   bool beside = false;
-  const auto launch_rows = [&] {
-    if (apart) sm90::launch_qsa_rows<Element, kHeadDim>(call, std::exchange(beside, true), device, stream);
+  const auto launch_rows = [&](bool sparse) {
+    if (apart) sm90::launch_qsa_rows<Element, kHeadDim>(call, std::exchange(beside, true), sparse, device, stream);
   };
   const auto launch_short = [&](bool sparse) {
     if (has_short) sm90::launch_qsa_short<Element, kHeadDim>(call, std::exchange(beside, true), sparse, device, stream);
@@ -36,15 +36,15 @@ void launch_all(const QsaKernelParams& call, int device, void* stream) {
   };
   if (longest > sm90::kQsaShortRows) {
     launch_long();
-    launch_rows();
+    launch_rows(true);
     launch_short(true);
   } else if (apart && longest <= sm90::kQsaApartRows) {
-    launch_rows();
+    launch_rows(false);
     launch_short(true);
     launch_long();
   } else {
     launch_short(false);
-    launch_rows();
+    launch_rows(true);
     launch_long();
   }
 }

@@ -21,6 +21,7 @@ void launch_qsa_short(const portable::QsaKernelParams& params, bool beside, bool
 
 // Sequences of few rows, and the rows of none, where they have a kernel of their own (config.h).
 template <typename Element, int kHeadDim>
-void launch_qsa_rows(const portable::QsaKernelParams& params, bool beside, int device, StreamHandle stream);
+void launch_qsa_rows(const portable::QsaKernelParams& params, bool beside, bool sparse, int device,
+                     StreamHandle stream);
 
 }  // namespace ragged_attention::sm90

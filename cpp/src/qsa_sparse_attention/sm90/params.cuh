@@ -45,8 +45,8 @@ struct QsaTraits {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr bool kShort = kShort_;
-  static constexpr int kStages = kStages_;                   // of K, and of V
-  static constexpr int kResident = kStages == 1 ? 2 : 1;     // CTAs of a multiprocessor
+  static constexpr int kStages = kStages_;                 // of K, and of V
+  static constexpr int kResident = kStages == 1 ? 2 : 1;   // CTAs of a multiprocessor
   static constexpr int kSplits = kShort ? kQsaSplits : 1;  // CTAs of a cluster
   static constexpr int kKeys = QsaTile<kHeadDim>::kKeys;
   static constexpr int kBlocks = kHeadDim / kBlockColumns;

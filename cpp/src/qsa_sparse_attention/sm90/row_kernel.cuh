@@ -1,22 +1,24 @@
-// Attention over selected tokens for sequences of few rows (decode, multi-token prediction), row by row, for bfloat16 and
-// float16 on Hopper.
+// Attention over selected tokens for sequences of few rows (decode, multi-token prediction), row by row, for bfloat16
+// and float16 on Hopper.
 //
-// A unit of work is a row and one kv head: up to 16 query heads, the rows of an mma.sync. row_plan.h says how its list is
-// dealt out to eight chains of tiles.
-//   Four producer warps, each for two consumer warps: look up the tokens of their tiles, a token a lane, and gather K and
-//     V of a tile by bulk copies, as soon as there is room: pieces, in a ring for each consumer warp.
-//   Eight consumer warps, kCtas of them to a chain, in step, a round of kCtas tiles at a time: S = Q K^T of a tile each;
-//     exchange of the tiles' maxima, then of the weights and their sums: an online softmax, tile by tile; O += P V of all
-//     the round's tiles, each warp its columns.
+// A unit of work is a row and one kv head: up to 16 query heads, the rows of an mma.sync. row_plan.h says how its list
+// is dealt out to eight chains of tiles.
+//   Eight producer warps, each for a consumer warp: look up the tokens of its tiles, those of two rounds at once, a
+//   token a
+//     lane, and gather K and V of a tile by cp.async as soon as there is room: pieces, in a ring.
+//   Eight consumer warps, kCtas of them to a chain, in step, a round of kCtas tiles at a time: S = Q K^T of a tile
+//   each;
+//     exchange of the tiles' maxima, then of the weights and their sums: an online softmax, tile by tile; O += P V of
+//     all the round's tiles, each warp its columns.
 // At the end the chains are merged in their order, across the cluster through distributed shared memory.
 //
-// Rows of a sequence follow each other, so that what they share is read from DRAM once, and from L2 after that. Reads that
-// wait for each other are what a short batch takes its time for, so a row's sequence is guessed: all have as many rows.
+// Rows of a sequence follow each other, so that what they share is read from DRAM once, and from L2 after that. Reads
+// that wait for each other are what a short batch takes its time for, so a row's sequence is guessed: all have as many
+// rows.
 #pragma once
 
 #include <cooperative_groups.h>
 
-#include <cute/arch/copy_sm90_tma.hpp>
 #include <cute/arch/mma_sm80.hpp>
 
 #include "common/cuda/launch.h"
@@ -36,6 +38,7 @@ struct QsaRowsParams {
   std::int32_t longest = 0;      // tokens that a page table has room for
   std::int32_t num_units = 0;    // rows times kv heads
   std::int32_t num_clusters = 0;
+  bool sparse = false;  // probably there is nothing for this kernel
 };
 
 template <typename Element_, int kHeadDim_, int kCtas_>
@@ -47,9 +50,9 @@ struct QsaRowTraits {
   static constexpr int kPitch = kRowPitch<kHeadDim>;  // bytes from token to token, and from head to head
   static constexpr int kPieces = kRowPieces<kHeadDim>;
   static constexpr bool kKeepsQ = kCtas > 1;  // in registers: there is room where O has fewer columns
-  static constexpr int kConsumers = 32 * kRowChains, kThreads = kConsumers + 128;
-  // As much as the launch allocates: 168 for every thread.
-  static constexpr int kConsumerRegisters = 216, kProducerRegisters = 72;
+  static constexpr int kConsumers = 32 * kRowChains, kThreads = 2 * kConsumers;
+  // As much as the launch allocates: 128 for every thread.
+  static constexpr int kConsumerRegisters = 184, kProducerRegisters = 72;
 };
 
 template <typename Traits>
@@ -70,7 +73,7 @@ struct QsaRowShared {
   float sums[kRowChains][kRowMostHeads], maxima[kRowChains][kRowMostHeads];
   std::uint32_t listed[kRowChains][Traits::kPieces];  // with each piece: which of its tokens exist
   std::int32_t next_unit[Traits::kThreads / 32];      // to look at, of each warp
-  std::uint64_t full[kRowChains][Traits::kPieces];    // by bytes
+  std::uint64_t full[kRowChains][Traits::kPieces];    // by each producer lane's copies, and by the warp
   std::uint64_t empty[kRowChains][Traits::kPieces];   // by the warps of the chain
 };
 
@@ -158,12 +161,11 @@ struct QsaRowPlace {
   }
 };
 
-// Lane i serves token i % 16 of the tiles of one of two consumer warps.
 template <typename Traits>
 struct QsaRowProducer {
   static constexpr int kHeadDim = Traits::kHeadDim, kCtas = Traits::kCtas, kPieces = Traits::kPieces;
-  static constexpr int kAhead = 2;           // rounds whose entries are read at once in the beginning
   static constexpr std::int32_t kNone = -1;  // no token
+  static constexpr std::int64_t kNowhere = INT64_MIN;
 
   const QsaRowsParams& params;
   QsaRowShared<Traits>& shared;
@@ -172,7 +174,6 @@ struct QsaRowProducer {
   std::uint32_t piece = 0;  // so far
 
   QsaRow row;
-  std::int32_t tiles;
   struct Page {
     std::uint32_t low, high;
   };
@@ -180,15 +181,15 @@ struct QsaRowProducer {
   __device__ __forceinline__ QsaRowProducer(const QsaRowsParams& params_, QsaRowShared<Traits>& shared_)
       : params(params_),
         shared(shared_),
-        to(static_cast<int>(threadIdx.x - Traits::kConsumers) / 16),
+        to(static_cast<int>(threadIdx.x - Traits::kConsumers) / 32),
         lane(static_cast<int>(threadIdx.x) % 32) {}
 
   __device__ __forceinline__ const QsaParams& call() const { return params.call.params; }
 
-  __device__ __forceinline__ std::uint32_t half() const { return lane < kRowTile ? 0xffffu : 0xffff0000u; }
+  // --- Lookups. Lane i has token i % 16 of the warp's tile of round `round` + i / 16.
 
   __device__ __forceinline__ std::int64_t entry_at(std::int32_t round) const {
-    return row_tile_begin(std::int64_t{round} * kCtas + to.place, to.chain) + lane % kRowTile;
+    return row_tile_begin(std::int64_t{round + lane / kRowTile} * kCtas + to.place, to.chain) + lane % kRowTile;
   }
   __device__ __forceinline__ std::int32_t read_entry(std::int32_t round, std::int32_t of_row) const {
     const std::int64_t at = entry_at(round);
@@ -213,48 +214,59 @@ struct QsaRowProducer {
     return {words[at], 0u};
   }
 
-  __device__ __forceinline__ void gather(const char* from, std::uint32_t listed) {
+  // --- The gather
+
+  // Tokens [from_lane, from_lane + 16) of `offset`, side by side; zeros where there is none.
+  __device__ __forceinline__ void gather(const void* data, std::int64_t offset, int from_lane, std::uint32_t listed) {
+    constexpr int kChunks = kHeadDim / 8, kRows = 32 / kChunks;  // of a token, and tokens at once
     const std::uint32_t at = piece % kPieces;
-    std::uint64_t* full = &shared.full[to.warp][at];
     Barrier::wait(&shared.empty[to.warp][at], (piece / kPieces % 2) ^ 1);
-    if (lane % kRowTile == 0) {
-      shared.listed[to.warp][at] = listed;
-      Barrier::arrive_and_expect_tx(full, kRowTile * 2 * kHeadDim);
+    const char* from = static_cast<const char*>(data) + lane % kChunks * 16;
+    const std::uint32_t room =
+        shared_address(shared.pieces[to.warp][at]) + lane / kChunks * Traits::kPitch + lane % kChunks * 16;
+#pragma unroll 4
+    for (int i = 0; i < kRowTile / kRows; ++i) {
+      const std::int64_t of_token = __shfl_sync(0xffffffff, offset, from_lane + i * kRows + lane / kChunks);
+      const bool exists = of_token != kNowhere;
+      asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(room + i * kRows * Traits::kPitch),
+                   "l"(exists ? from + of_token : from), "r"(exists ? 16 : 0)
+                   : "memory");
     }
-    __syncwarp(half());
-    cute::SM90_BULK_COPY_G2S::copy(from, full, &shared.pieces[to.warp][at][lane % kRowTile * Traits::kPitch],
-                                   2 * kHeadDim);
+    arrive_after_copies(&shared.full[to.warp][at]);
+    if (lane == 0) {
+      shared.listed[to.warp][at] = listed;
+      Barrier::arrive(&shared.full[to.warp][at]);
+    }
+    ++piece;
   }
 
-  // All of a row; `before_the_first` is called once its first tokens have been looked up.
+  // All of a row; `first` and `second` are entries of its first rounds. `before_the_first` is called when those have
+  // been looked up.
   template <typename BeforeTheFirst>
-  __device__ __forceinline__ void stream(const std::int32_t (&first)[kAhead], const BeforeTheFirst& before_the_first) {
-    tiles = row_chain(row.count, to.chain);
-    const std::int32_t rounds = (tiles + kCtas - 1) / kCtas;
-    // The two halves of a warp serve chains that need not be in step.
-    std::int32_t token = token_of(0, first[0]), entry = first[1];
+  __device__ __forceinline__ void stream(std::int32_t first, std::int32_t second,
+                                         const BeforeTheFirst& before_the_first) {
+    const std::int32_t tiles = row_chain(row.count, to.chain);
+    std::int32_t token = token_of(0, first), entry = second;
     Page page = read_page(token);
     before_the_first();
     const PagedCache& cache = call().cache;
-    const auto* zeros = reinterpret_cast<const char*>(kZeroRow);
 #pragma unroll 1
-    for (std::int32_t round = 0; round < rounds; ++round) {
+    for (std::int32_t round = 0; round * kCtas + to.place < tiles; round += 2) {
       const bool exists = token != kNone && page.high == 0 && page.low < static_cast<std::uint64_t>(cache.num_pages);
       const std::int32_t within = token - slot_of(token) * static_cast<std::int32_t>(cache.page_size);
       const std::int64_t offset =
-          2 * (row.kv_head * cache.head_stride + page.low * cache.page_stride + within * cache.token_stride);
-      const std::uint32_t listed = __ballot_sync(half(), exists) >> (lane / kRowTile * kRowTile);
-      token = token_of(round + 1, entry);
+          exists ? 2 * (row.kv_head * cache.head_stride + page.low * cache.page_stride + within * cache.token_stride)
+                 : kNowhere;
+      const std::uint32_t listed = __ballot_sync(0xffffffff, exists);
+      token = token_of(round + 2, entry);
       page = read_page(token);
-      entry = read_entry(round + 2, row.row);
-      if (round * kCtas + to.place < tiles) {
-        gather(exists ? static_cast<const char*>(cache.k) + offset : zeros, listed);
-        ++piece;
-        gather(exists ? static_cast<const char*>(cache.v) + offset : zeros, listed);
-        ++piece;
+      entry = read_entry(round + 4, row.row);
+#pragma unroll 1
+      for (int i = 0; i < 2 && (round + i) * kCtas + to.place < tiles; ++i) {
+        gather(cache.k, offset, i * kRowTile, listed >> (i * kRowTile));
+        gather(cache.v, offset, i * kRowTile, 0);
       }
     }
-    __syncwarp();
   }
 };
 
@@ -400,10 +412,10 @@ struct QsaRowConsumer {
       const int head = i / kChunks, chunk = i % kChunks;
       const auto* from = static_cast<const Element*>(call().q) + row.row * call().q_row_stride +
                          (row.kv_head * heads + (head < heads ? head : 0)) * call().q_head_stride + chunk * 8;
-      asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared.q) + head * kPitch +
-                                                                        chunk * 16),
-                   "l"(from), "r"(head < heads ? 16 : 0)
-                   : "memory");
+      asm volatile(
+          "cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared.q) + head * kPitch + chunk * 16),
+          "l"(from), "r"(head < heads ? 16 : 0)
+          : "memory");
     }
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -564,9 +576,7 @@ struct QsaRowConsumer {
       }
       parts.store(params.call, row.row, row.kv_head * heads + head, column);
     }
-    if constexpr (kCtas == 1) {
-      cutlass::arch::fence_view_async_shared();  // before the next row's pieces
-    } else {
+    if constexpr (kCtas > 1) {
       cute::cluster_arrive_relaxed();
       cute::cluster_wait();  // before a CTA leaves whose parts are being read
     }
@@ -598,15 +608,14 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) qsa_rows_kernel(const __g
   auto& shared = *reinterpret_cast<QsaRowShared<Traits>*>(shared_bytes);
   constexpr int kCtas = Traits::kCtas;
   if (threadIdx.x < kRowChains * Traits::kPieces) {
-    Barrier::init(&shared.full[0][threadIdx.x], 1);
+    Barrier::init(&shared.full[0][threadIdx.x], 32 + 1);
     Barrier::init(&shared.empty[0][threadIdx.x], kCtas);
     cutlass::arch::fence_barrier_init();
   }
   if (threadIdx.x % 32 == 0) shared.next_unit[threadIdx.x / 32] = QsaRowScan<Traits>::first_unit();
   __syncwarp();
   cudaTriggerProgrammaticLaunchCompletion();
-  if (params.num_clusters < params.num_units) {
-    // Rows of other kernels', most probably: perhaps there is nothing to look for.
+  if (params.sparse) {
     const RaggedRows& rows = params.call.params.rows;
     bool takes = false;
     for (std::int64_t segment = threadIdx.x; segment < rows.num_segments() && !takes; segment += Traits::kThreads) {
@@ -622,18 +631,17 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) qsa_rows_kernel(const __g
   if (threadIdx.x >= Traits::kConsumers) {
     cutlass::arch::warpgroup_reg_dealloc<Traits::kProducerRegisters>();
     QsaRowProducer<Traits> producer(params, shared);
-    std::int32_t entries[QsaRowProducer<Traits>::kAhead];
-#pragma unroll
-    for (int i = 0; i < QsaRowProducer<Traits>::kAhead; ++i) entries[i] = producer.read_entry(i, scan.first_row());
+    std::int32_t entry = producer.read_entry(0, scan.first_row()),
+                 next_entry = producer.read_entry(2, scan.first_row());
     __syncthreads();  // the barriers are there
     bool first = true;
 #pragma unroll 1
     while (scan.find(producer.row)) {
       if (!producer.row.is_first) {
-#pragma unroll
-        for (int i = 0; i < QsaRowProducer<Traits>::kAhead; ++i) entries[i] = producer.read_entry(i, producer.row.row);
+        entry = producer.read_entry(0, producer.row.row);
+        next_entry = producer.read_entry(2, producer.row.row);
       }
-      producer.stream(entries, [&] {
+      producer.stream(entry, next_entry, [&] {
         if (!first) __syncthreads();  // the last row's parts have been merged, in the same place
         first = false;
       });
@@ -673,10 +681,10 @@ template <typename Traits>
 int clusters_at_once(int device) {
   static std::atomic<int> known[64] = {};  // plus one
   if (device < 64 && known[device].load(std::memory_order_relaxed) > 0) return known[device] - 1;
-  check_cuda(cudaFuncSetAttribute(reinterpret_cast<const void*>(qsa_rows_kernel<Traits>),
-                                  cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                  static_cast<int>(sizeof(QsaRowShared<Traits>))),
-             "raising a kernel's shared memory");
+  check_cuda(
+      cudaFuncSetAttribute(reinterpret_cast<const void*>(qsa_rows_kernel<Traits>),
+                           cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(sizeof(QsaRowShared<Traits>))),
+      "raising a kernel's shared memory");
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(Traits::kCtas);
   config.blockDim = dim3(Traits::kThreads);
@@ -696,16 +704,17 @@ int clusters_at_once(int device) {
 template <typename Traits>
 void launch_qsa_rows_as(QsaRowsParams params, bool beside, int device, StreamHandle stream) {
   static_assert(sizeof(QsaRowShared<Traits>) <= 227 * 1024);
-  params.num_clusters = Traits::kCtas > 1
-                            ? params.num_units
-                            : std::min(params.num_units, 4 * cuda_device_info(device).num_multiprocessors);
-  launch<qsa_rows_kernel<Traits>>(params, params.num_clusters * Traits::kCtas, Traits::kThreads, sizeof(QsaRowShared<Traits>), device,
-                                  static_cast<cudaStream_t>(stream), "launching qsa_sparse_attention", beside,
-                                  Traits::kCtas);
+  params.num_clusters =
+      Traits::kCtas > 1
+          ? params.num_units
+          : std::min(params.num_units, (params.sparse ? 1 : 4) * cuda_device_info(device).num_multiprocessors);
+  launch<qsa_rows_kernel<Traits>>(params, params.num_clusters * Traits::kCtas, Traits::kThreads,
+                                  sizeof(QsaRowShared<Traits>), device, static_cast<cudaStream_t>(stream),
+                                  "launching qsa_sparse_attention", beside, Traits::kCtas);
 }
 
 template <typename Element, int kHeadDim>
-void launch_qsa_rows(const portable::QsaKernelParams& call, bool beside, int device, StreamHandle stream) {
+void launch_qsa_rows(const portable::QsaKernelParams& call, bool beside, bool sparse, int device, StreamHandle stream) {
   const QsaParams& params = call.params;
   QsaRowsParams kernel_params;
   kernel_params.call = call;
@@ -713,6 +722,10 @@ void launch_qsa_rows(const portable::QsaKernelParams& call, bool beside, int dev
   kernel_params.page_shift = page_shift(params.cache);
   kernel_params.longest = longest_context(params.cache);
   kernel_params.num_units = static_cast<std::int32_t>(params.rows.total * params.num_kv_heads);
+  kernel_params.sparse = sparse;
+  if (sparse) {  // a CTA looks through many rows
+    return launch_qsa_rows_as<QsaRowTraits<Element, kHeadDim, 1>>(kernel_params, beside, device, stream);
+  }
   const int room[] = {clusters_at_once<QsaRowTraits<Element, kHeadDim, 2>>(device),
                       clusters_at_once<QsaRowTraits<Element, kHeadDim, 4>>(device),
                       clusters_at_once<QsaRowTraits<Element, kHeadDim, 8>>(device)};

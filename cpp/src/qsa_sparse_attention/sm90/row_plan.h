@@ -1,11 +1,11 @@
-// How a single row's list is dealt out to tiles, chains of tiles and warps; and how what they gather lies in shared memory.
-// Host+device arithmetic.
+// How a single row's list is dealt out to tiles, chains of tiles and warps; and how what they gather lies in shared
+// memory. Host+device arithmetic.
 //
-// Tile t holds entries [16 t, 16 t + 16) of the list. Chain c has the tiles t = c mod 8, in their order, and a softmax of
-// its own; the eight chains are merged in their order. A warp for every chain is what one CTA has; a cluster of kCtas
-// gives every chain kCtas warps of one CTA. Those compute the scores of a tile each, a round at a time, and each sums
-// kHeadDim / kCtas columns of the values of all tiles. So every sum has the same order for any number of CTAs, and the
-// result the same bits.
+// Tile t holds entries [16 t, 16 t + 16) of the list. Chain c has the tiles t = c mod 8, in their order, and a softmax
+// of its own; the eight chains are merged in their order. A warp for every chain is what one CTA has; a cluster of
+// kCtas gives every chain kCtas warps of one CTA. Those compute the scores of a tile each, a round at a time, and each
+// sums kHeadDim / kCtas columns of the values of all tiles. So every sum has the same order for any number of CTAs, and
+// the result the same bits.
 #pragma once
 
 #include <cstdint>

@@ -5,6 +5,6 @@ namespace ragged_attention::sm90 {
 
 template void launch_qsa_long<cutlass::half_t, 128>(const portable::QsaKernelParams&, bool, int, StreamHandle);
 template void launch_qsa_short<cutlass::half_t, 128>(const portable::QsaKernelParams&, bool, bool, int, StreamHandle);
-template void launch_qsa_rows<cutlass::half_t, 128>(const portable::QsaKernelParams&, bool, int, StreamHandle);
+template void launch_qsa_rows<cutlass::half_t, 128>(const portable::QsaKernelParams&, bool, bool, int, StreamHandle);
 
 }  // namespace ragged_attention::sm90
