@@ -236,6 +236,19 @@ def test_decode_of_every_size_of_group(hopper, rng, heads):
     check_decode(hopper, rng, 20, dtype="bfloat16", head_dim=128, heads=heads)
 
 
+def test_decode_of_more_rows_than_ctas(hopper, rng):
+    """A CTA has several, one after the other."""
+    lists: Lists = [rng.permutation(40)[: i % 41].tolist() for i in range(900)]
+    case = qsa_case(
+        rng, [1] * 900, [40] * 900, lists=lists, width=40, dtype="bfloat16", head_dim=64, heads=(24, 2), page_size=16
+    )
+    case.run_and_check(hopper)
+    out, lse = case.run(hopper)
+    for sequence in (0, 40, 41, 899):
+        own = slice(sequence, sequence + 1)
+        assert_all_same_bits(case.alone(sequence).run(hopper), (out[own], lse[own]), f"sequence {sequence} alone")
+
+
 def test_decode_of_few_among_many_empty_sequences(hopper, rng):
     """Most units are nobody's, and row i is not sequence i's."""
     rows = [0] * 700

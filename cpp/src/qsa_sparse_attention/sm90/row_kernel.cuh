@@ -3,13 +3,11 @@
 //
 // A unit of work is a row and one kv head: up to 16 query heads, the rows of an mma.sync. row_plan.h says how its list
 // is dealt out to eight chains of tiles.
-//   Eight producer warps, each for a consumer warp: look up the tokens of its tiles, those of two rounds at once, a
-//   token a
-//     lane, and gather K and V of a tile by cp.async as soon as there is room: pieces, in a ring.
-//   Eight consumer warps, kCtas of them to a chain, in step, a round of kCtas tiles at a time: S = Q K^T of a tile
-//   each;
-//     exchange of the tiles' maxima, then of the weights and their sums: an online softmax, tile by tile; O += P V of
-//     all the round's tiles, each warp its columns.
+//   Producer warps, eight, each for a consumer warp: look up the tokens of its tiles, those of two rounds at once, a
+//   token a lane, and gather K and V of a tile by cp.async as soon as there is room: pieces, in a ring.
+//   Consumer warps, eight, kCtas of them to a chain, in step, a round of kCtas tiles at a time: S = Q K^T of a tile
+//   each; exchange of the tiles' maxima, then of the weights and their sums: an online softmax, tile by tile; O += P V
+//   of all the round's tiles, each warp its columns.
 // At the end the chains are merged in their order, across the cluster through distributed shared memory.
 //
 // Rows of a sequence follow each other, so that what they share is read from DRAM once, and from L2 after that. Reads
