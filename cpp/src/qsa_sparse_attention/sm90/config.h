@@ -13,8 +13,7 @@ namespace ragged_attention::sm90 {
 
 // Shared memory of a CTA at head dim 256: Q, K and V 32 KB each, and the plan 12 KB: 112 of the 113 KB that let two of
 // them in. One stage of K and one of V: K of the next tile is on its way under softmax and P V, V under Q K^T. Two of
-// half the size took longer for every tile of half the size. Where a call has no more CTAs than multiprocessors, a CTA
-// has one for itself, and two stages of each. Registers a thread: 128 for O, kKeys / 2 for S and about
+// half the size took longer for every tile of half the size. Registers a thread: 128 for O, kKeys / 2 for S and about
 // 40 more; P takes the place of S.
 template <int kHeadDim>
 struct QsaTile;

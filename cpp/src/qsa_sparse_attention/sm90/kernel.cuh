@@ -150,17 +150,15 @@ __device__ __forceinline__ void cluster_sync(bool releases) {
 }
 
 template <typename Traits>
-__global__ void __launch_bounds__(Traits::kThreads, Traits::kResident)
+__global__ void __launch_bounds__(Traits::kThreads, 2)
     qsa_groups_kernel(const __grid_constant__ QsaGroupsParams params) {
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
   auto& shared = *reinterpret_cast<QsaShared<Traits>*>(shared_bytes);
   if (threadIdx.x == 0) {
-    for (int stage = 0; stage < Traits::kStages; ++stage) {
-      Barrier::init(&shared.k_full[stage], 128 + Traits::kProducerWarps);
-      Barrier::init(&shared.k_empty[stage], 4);
-      Barrier::init(&shared.v_full[stage], 128);
-      Barrier::init(&shared.v_empty[stage], 4);
-    }
+    Barrier::init(&shared.k_full, 128 + Traits::kProducerWarps);
+    Barrier::init(&shared.k_empty, 4);
+    Barrier::init(&shared.v_full, 128);
+    Barrier::init(&shared.v_empty, 4);
     Barrier::init(&shared.verdict, 4);
     shared.bad_verdict = -1;
     shared.next_unit[kConsumes] = shared.next_unit[kProduces] = blockIdx.x / Traits::kSplits;
@@ -185,7 +183,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kResident)
   const int rank = static_cast<int>(blockIdx.x) % Traits::kSplits;
   Ring<1> verdicts;
   if (threadIdx.x >= 128) {
-    if constexpr (Traits::kResident == 2) cutlass::arch::warpgroup_reg_dealloc<Traits::kProducerRegisters>();
+    cutlass::arch::warpgroup_reg_dealloc<Traits::kProducerRegisters>();
     QsaProducer<Traits> producer(params, shared, rank);
 #pragma unroll 1
     while (next_unit(params, shared, kProduces)) {
@@ -202,7 +200,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kResident)
       cluster_sync<Traits>(false);  // and have been read
     }
   } else {
-    if constexpr (Traits::kResident == 2) cutlass::arch::warpgroup_reg_alloc<Traits::kConsumerRegisters>();
+    cutlass::arch::warpgroup_reg_alloc<Traits::kConsumerRegisters>();
     QsaConsumer<Traits> consumer(params, shared);
 #pragma unroll 1
     while (next_unit(params, shared, kConsumes)) {
@@ -241,7 +239,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kResident)
 template <typename Traits>
 void launch_qsa_groups(const QsaGroupsParams& params, bool beside, std::int64_t ctas, int device, StreamHandle stream) {
   // 1 KB of each CTA's shared memory is the system's.
-  static_assert(Traits::kResident * (sizeof(QsaShared<Traits>) + 1024) <= 228 * 1024);
+  static_assert(2 * (sizeof(QsaShared<Traits>) + 1024) <= 228 * 1024, "two CTAs share a multiprocessor");
   const std::int64_t clusters = std::min(params.num_units, std::max<std::int64_t>(1, ctas / Traits::kSplits));
   launch<qsa_groups_kernel<Traits>>(params, clusters * Traits::kSplits, Traits::kThreads, sizeof(QsaShared<Traits>),
                                     device, static_cast<cudaStream_t>(stream), "launching qsa_sparse_attention", beside,
@@ -270,13 +268,9 @@ void launch_qsa_long(const portable::QsaKernelParams& call, bool beside, int dev
 template <typename Element, int kHeadDim>
 void launch_qsa_short(const portable::QsaKernelParams& call, bool beside, bool sparse, int device,
                       StreamHandle stream) {
-  const QsaGroupsParams params = groups_params<true>(call);
-  const std::int64_t multiprocessors = cuda_device_info(device).num_multiprocessors;
-  if (!sparse && params.num_units * kQsaSplits <= multiprocessors) {
-    return launch_qsa_groups<QsaTraits<Element, kHeadDim, true, 2>>(params, beside, kMaxGrid, device, stream);
-  }
-  launch_qsa_groups<QsaTraits<Element, kHeadDim, true>>(params, beside, sparse ? 2 * multiprocessors : kMaxGrid, device,
-                                                        stream);
+  const std::int64_t resident = 2 * cuda_device_info(device).num_multiprocessors;
+  launch_qsa_groups<QsaTraits<Element, kHeadDim, true>>(groups_params<true>(call), beside, sparse ? resident : kMaxGrid,
+                                                        device, stream);
 }
 
 }  // namespace ragged_attention::sm90
