@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from . import _C
+from ._host_scalars import described
 
 _JAX = (
     "JAX arrays are not taken yet: results must be fresh arrays under jax.jit, which needs an XLA FFI handler that "
@@ -194,15 +195,16 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
 def dtype_name(dtype: Any, name: str) -> str:
     """'float32', 'float16' or 'bfloat16' of a framework's dtype, a NumPy dtype or a string."""
     if isinstance(dtype, str):
-        text = dtype
-    elif type(dtype).__module__.partition(".")[0] == "torch":
-        text = str(dtype)
-    else:
+        text = dtype.removeprefix("torch.")
+    elif isinstance(dtype, (type, np.dtype)):
         try:
             text = np.dtype(dtype).name
         except TypeError:
-            text = repr(dtype)
-    text = text.removeprefix("torch.")
+            text = ""
+    elif type(dtype).__module__.partition(".")[0] == "torch":
+        text = "" if hasattr(dtype, "dtype") else str(dtype).removeprefix("torch.")
+    else:
+        text = ""  # not even asked: an array would be shown with all its values
     if text not in ("float32", "float16", "bfloat16"):
-        raise TypeError(f"{name}: expected float32, float16 or bfloat16, got {text}")
+        raise TypeError(f"{name}: expected float32, float16 or bfloat16, got {text[:80] or described(dtype)}")
     return text

@@ -6,7 +6,7 @@ from typing import Any
 
 from . import _C
 from ._frameworks import Framework, dtype_name, framework_of, refuse_pending
-from ._host_scalars import host_bool, host_float_or_none, host_int, host_int_or_none
+from ._host_scalars import described, host_bool, host_float_or_none, host_int, host_int_or_none
 
 MASKS = (
     "null",
@@ -20,14 +20,14 @@ MASKS = (
 
 def check_mask_name(mask_str: str) -> None:
     if not isinstance(mask_str, str) or mask_str not in MASKS:
-        raise ValueError(f"mask_str: expected one of {', '.join(map(repr, MASKS))}, got {mask_str!r}")
+        raise ValueError(f"mask_str: expected one of {', '.join(map(repr, MASKS))}, got {described(mask_str)}")
 
 
 def _stream_handle(framework: Framework, q: Any, stream: Any) -> int | None:
     """The handle the work is enqueued on; None with CPU tensors."""
     if not framework.is_cuda(q):
         if stream is not None:
-            raise ValueError(f"stream: expected None with CPU tensors, got {stream!r}")
+            raise ValueError(f"stream: expected None with CPU tensors, got {described(stream)}")
         return None
     if stream is None:
         return framework.current_stream(q)
