@@ -1,7 +1,8 @@
 """Devices, frameworks, random numbers, and which tests a machine can run.
 
-Two fixtures give the place to run: `backend`, one framework for each device, for everything about arithmetic; and
-`framework`, every framework on every device, for what the way in and out could change.
+Three fixtures give the place to run: `backend`, one framework for each device, for everything about arithmetic; `path`,
+the same and the portable CUDA kernels where a GPU would take its own; and `framework`, every framework on every device,
+for what the way in and out could change.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
     for item in items:
         parameters = item.callspec.params if hasattr(item, "callspec") else {}
-        if item.get_closest_marker("large") and parameters.get("backend", "cpu") == "cpu":
+        if item.get_closest_marker("large") and parameters.get("backend", parameters.get("path", "cpu")) == "cpu":
             item.add_marker(pytest.mark.skip(reason="large: runs on a GPU, and on the CPU only with --large"))
 
 
@@ -48,7 +49,7 @@ def hopper() -> _frameworks.Framework:
     """torch on a GPU that the Hopper kernels run on."""
     framework = _frameworks.open_framework("torch", "cuda")
     major, minor = framework.xp.cuda.get_device_capability()
-    if (major, minor) != (9, 0):
+    if not _frameworks.is_hopper(framework):
         pytest.skip(f"the Hopper kernels need compute capability 9.0; the GPU here has {major}.{minor}")
     architectures = ragged_attention.build_info()["cuda_architectures"]
     if "90a-real" not in architectures.split(";"):
@@ -59,6 +60,12 @@ def hopper() -> _frameworks.Framework:
 @pytest.fixture(scope="session", params=["cpu", "cuda"])
 def backend(request: pytest.FixtureRequest) -> _frameworks.Framework:
     return _frameworks.first_framework(request.param)
+
+
+@pytest.fixture(scope="session", params=_frameworks.PATHS)
+def path(request: pytest.FixtureRequest) -> _frameworks.Framework:
+    """`backend`, and the portable CUDA kernels by themselves where a GPU has kernels of its own."""
+    return _frameworks.open_path(request.param)
 
 
 @pytest.fixture(scope="session", params=_frameworks.ALL, ids="-".join)

@@ -105,36 +105,36 @@ def qsa_cases(draw):
 
 
 @given(case=ragged_cases())
-def test_ragged_matches_the_reference(backend, case):
-    case.run_and_check(backend)
+def test_ragged_matches_the_reference(path, case):
+    case.run_and_check(path)
 
 
 @given(case=qsa_cases())
-def test_qsa_matches_the_reference(backend, case):
-    case.run_and_check(backend)
+def test_qsa_matches_the_reference(path, case):
+    case.run_and_check(path)
 
 
 @given(case=st.one_of(ragged_cases(), qsa_cases()), data=st.data())
-def test_a_sequence_has_the_same_bits_alone(backend, case, data):
+def test_a_sequence_has_the_same_bits_alone(path, case, data):
     batch = len(case.array("input_row_offsets")) - 1
     if batch == 0:
         return
     sequence = data.draw(st.integers(0, batch - 1))
     rows = slice(*case.bounds(sequence))
-    out, lse = case.run(backend)
-    assert_all_same_bits((out[rows], lse[rows]), case.alone(sequence).run(backend), f"sequence {sequence}")
+    out, lse = case.run(path)
+    assert_all_same_bits((out[rows], lse[rows]), case.alone(sequence).run(path), f"sequence {sequence}")
 
 
 @given(case=ragged_cases(), layouts=st.tuples(*[st.sampled_from(sorted(set(LAYOUTS) - {"reversed_rows"}))] * 3))
-def test_ragged_with_strides_matches_the_reference(backend, case, layouts):
+def test_ragged_with_strides_matches_the_reference(path, case, layouts):
     strided = {}
     for name, layout in zip("qkv", layouts, strict=True):
         array = case.array(name)
         if array.size and (layout != "odd_unit_strides" or array.shape[1] == 1):
             strided[name] = LAYOUTS[layout](array)
-    case.replace(**strided).run_and_check(backend)
+    case.replace(**strided).run_and_check(path)
 
 
 @given(case=ragged_cases(), hint=st.integers(-(2**40), 2**40))
-def test_the_hint_changes_no_bit(backend, case, hint):
-    assert_all_same_bits(case.run(backend, q_max_seq_len=hint), case.run(backend), f"hint {hint}")
+def test_the_hint_changes_no_bit(path, case, hint):
+    assert_all_same_bits(case.run(path, q_max_seq_len=hint), case.run(path), f"hint {hint}")
