@@ -91,7 +91,28 @@ TensorView view_of(const nb::dlpack::dltensor& tensor) {
       [&](std::size_t i) { return tensor.shape[i]; }, [&](std::size_t i) { return strides[i]; });
 }
 
-std::string class_name(nb::handle object) { return nb::cast<std::string>(object.type().attr("__name__")); }
+// The text of an object as it fits into a message: not of any length, and with whatever UTF-8 has no code for escaped.
+std::string text_of(nb::handle object) {
+  constexpr Py_ssize_t kLongest = 200;
+  const nb::object text = nb::steal(PyObject_Str(object.ptr()));
+  const nb::object head = nb::steal(text.is_valid() ? PyUnicode_Substring(text.ptr(), 0, kLongest) : nullptr);
+  const nb::object bytes =
+      nb::steal(head.is_valid() ? PyUnicode_AsEncodedString(head.ptr(), "utf-8", "backslashreplace") : nullptr);
+  if (!bytes.is_valid()) {
+    PyErr_Clear();
+    return "(an object without a text)";
+  }
+  return PyBytes_AsString(bytes.ptr());
+}
+
+std::string class_name(nb::handle object) { return text_of(object.type().attr("__name__")); }
+
+// An exception by its class and words, without its traceback. What is no Exception (KeyboardInterrupt) goes on.
+std::string reason_of(const nb::python_error& error) {
+  if (!error.matches(PyExc_Exception)) throw error;
+  const std::string text = text_of(error.value());
+  return class_name(error.value()) + (text.empty() ? "" : ": " + text);
+}
 
 [[noreturn]] void no_tensor(nb::handle object, const char* name, const std::string& why = "") {
   const bool none = object.is_none();
@@ -140,7 +161,7 @@ ImportedTensor import_tensor(nb::handle object, const char* name, Access access,
     nb::dlpack::dltensor tensor;
     if (api->dltensor_from_py_object_no_sync(object.ptr(), &tensor) != 0) {
       const nb::python_error error;
-      no_tensor(object, name, error.what());
+      no_tensor(object, name, reason_of(error));
     }
     result.view = view_of(tensor);
     return result;
@@ -163,7 +184,7 @@ ImportedTensor import_tensor(nb::handle object, const char* name, Access access,
       no_tensor(object, name);
     }
   } catch (const nb::python_error& error) {
-    no_tensor(object, name, error.what());
+    no_tensor(object, name, reason_of(error));
   } catch (const nb::cast_error&) {
     no_tensor(object, name, "its __dlpack_device__() gave no pair of integers");
   }
@@ -171,7 +192,7 @@ ImportedTensor import_tensor(nb::handle object, const char* name, Access access,
   bool read_only = false;
   if (!nb::try_cast(source, result.owner, false)) {
     PyErr_Clear();  // the reason, in NumPy's words; ours names the argument
-    no_tensor(object, name, numpy ? "dtype " + nb::cast<std::string>(object.attr("dtype").attr("__str__")()) : "");
+    no_tensor(object, name, numpy ? "dtype " + text_of(object.attr("dtype")) : "");
   }
   if (access == Access::kWrite) {
     if (numpy) {
@@ -182,7 +203,7 @@ ImportedTensor import_tensor(nb::handle object, const char* name, Access access,
       try {
         read_only = !nb::try_cast(capsule_of(object, stream), writable, false);
       } catch (const nb::python_error& error) {
-        no_tensor(object, name, error.what());
+        no_tensor(object, name, reason_of(error));
       } catch (const nb::cast_error&) {
         no_tensor(object, name, "its __dlpack_device__() gave no pair of integers");
       }

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from . import _C
-from ._host_scalars import described
+from ._host_scalars import described, reason_of
 
 _JAX = (
     "JAX arrays are not taken yet: results must be fresh arrays under jax.jit, which needs an XLA FFI handler that "
@@ -40,7 +40,7 @@ class Framework:
         except Exception as error:
             raise TypeError(
                 f"q: expected a tensor that speaks DLPack, got a {type(q).__name__} whose __dlpack_device__() does not "
-                f"say where it lies: {error}"
+                f"say where it lies: {reason_of(error)}"
             ) from error
 
     def current_stream(self, tensor: Any) -> int:

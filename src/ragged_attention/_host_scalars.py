@@ -23,7 +23,7 @@ def _host_value(value: Any, name: str, expected: str) -> Any:
         array = value if isinstance(value, np.ndarray) or not on_host else np.from_dlpack(value)
     except Exception as error:
         raise TypeError(
-            f"{name}: expected {expected}, got a {type(value).__name__} that DLPack cannot read: {error}"
+            f"{name}: expected {expected}, got a {type(value).__name__} that DLPack cannot read: {reason_of(error)}"
         ) from error
     if not on_host:
         raise TypeError(
@@ -91,3 +91,12 @@ def described(value: Any) -> str:
         return repr(value) if len(value) <= _LONGEST_TEXT else f"{value[:_LONGEST_TEXT]!r}..."
     dtype = getattr(value, "dtype", None)
     return type(value).__name__ + (f" of {dtype}" if dtype is not None else "")
+
+
+def reason_of(error: Exception) -> str:
+    """An exception of somebody else's code as a message repeats it: its class and words, in short."""
+    try:
+        text = str(error)
+    except Exception:
+        text = ""
+    return type(error).__name__ + (f": {text[:200]}" if text else "")

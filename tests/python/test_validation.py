@@ -935,7 +935,7 @@ class LyingDlpack:
         self.capsule, self.device = capsule, device
 
     def __dlpack__(self, **_):
-        if isinstance(self.capsule, Exception):
+        if isinstance(self.capsule, BaseException):
             raise self.capsule
         return self.capsule
 
@@ -943,6 +943,35 @@ class LyingDlpack:
         if isinstance(self.device, Exception):
             raise self.device
         return self.device
+
+
+def test_an_error_of_the_producer_is_told_in_short(numpy_cpu, rng):
+    """Its class and words: no traceback, not of any length, whatever the text holds."""
+    case = ragged(rng)
+    for raised, told in (
+        (ValueError("no such buffer"), "ValueError: no such buffer"),
+        (KeyError(), "KeyError"),
+        (RuntimeError("long " * 10_000), "RuntimeError: long long"),
+        (RuntimeError("lone \ud800 surrogate"), r"RuntimeError: lone \\ud800 surrogate"),
+        (Unspeakable(), "Unspeakable"),
+    ):
+        for name in ("k", "out"):
+            out = numpy_cpu.full(case.out_shape, "float32")
+            with pytest.raises(TypeError, match=rf"^{name}: .*{told}") as refusal:
+                case.call(numpy_cpu, **{"out": out, name: LyingDlpack(raised, (1, 0))})
+            assert "Traceback" not in str(refusal.value)
+            assert len(str(refusal.value)) < 400
+
+
+def test_an_interrupt_in_a_producer_is_no_refusal(numpy_cpu, rng):
+    for stop in (KeyboardInterrupt, SystemExit):
+        with pytest.raises(stop):
+            ragged(rng).call(numpy_cpu, k=LyingDlpack(stop(), (1, 0)))
+
+
+class Unspeakable(Exception):
+    def __str__(self):
+        raise RuntimeError("no text")
 
 
 LIES = [
