@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import os
 import zlib
+from pathlib import Path
 
 import _frameworks
+import _record
 import numpy as np
 import pytest
 
@@ -23,9 +25,13 @@ SEED_VARIABLE = "RAGGED_ATTENTION_TEST_SEED"
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--large", action="store_true", help="run the tests marked large on the CPU too")
+    parser.addoption("--record", type=Path, metavar="FILE.json", help="write what the run came to (tests/results)")
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
+    file = config.getoption("--record")
+    if file is not None and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(_record.Recorder(file))
     # In the environment, so that the workers of pytest-xdist share it. A failure is repeated by setting it.
     os.environ.setdefault(SEED_VARIABLE, str(int.from_bytes(os.urandom(4), "little")))
 
@@ -33,6 +39,11 @@ def pytest_configure() -> None:
 def pytest_report_header() -> str:
     usable = [f"{name}-{device}" for name, device in _frameworks.ALL if _frameworks.why_not(name, device) is None]
     return f"ragged-attention: {SEED_VARIABLE}={os.environ[SEED_VARIABLE]}, frameworks: {', '.join(usable)}"
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    item.user_properties.append(("on", _record.where(item)))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
