@@ -48,6 +48,7 @@ PORTABLE_HEAD_DIMS = (40, 88, 120, 136, 200)
 LONG = (260, 1030)
 QSA_HOPPER_HEAD_DIMS = (64, 128, 256)
 LONG_QSA = 131
+DECODED = (3, 20, 40, 100)  # how many CTAs share a row depends on how many rows there are, of 132 multiprocessors
 
 # Partial tiles of every size that a kernel may use, an empty sequence, and rows that no sequence owns at both ends.
 LENGTHS = (1, 0, 63, 65, 130, 7)
@@ -165,6 +166,14 @@ class Cases:
                     self.qsa,
                     (dtype, head_dim, (12, 1)),
                     {"rows": (1, 6, 0, LONG_QSA), "twice": twice},
+                )
+            # Sequences of one row and of two, few and many: clusters of every size.
+            for count, new in (*((count, 1) for count in DECODED), (3, 2), (100, 2)):
+                yield (
+                    f"qsa {dtype} D {head_dim}, {count} sequences of {new}",
+                    self.qsa,
+                    (dtype, head_dim, (12, 1)),
+                    {"rows": (new,) * count},
                 )
         for dtype, head_dim in itertools.product(DTYPES[1:], PORTABLE_HEAD_DIMS):
             yield f"ragged {dtype} D {head_dim}", self.ragged, (dtype, head_dim, *MASKS[1]), {}
@@ -289,7 +298,9 @@ class Cases:
         twice: bool = False,
         off_by_one: bool = False,
     ) -> dict[str, Any]:
-        new_rows, cached = rows, (100, 3, 50, PAGES * PAGE_SIZE - 1 - rows[3])
+        new_rows = rows
+        # The last of every four fills its pages to the end, but for one token.
+        cached = [(100, 3, 50, PAGES * PAGE_SIZE - 1 - new)[i % 4] for i, new in enumerate(rows)]
         offsets = np.cumsum([BEFORE, *new_rows]).astype(np.int32)
         total = int(offsets[-1]) + AFTER
         num_pages = len(new_rows) * PAGES + SPARE_PAGES
