@@ -1,4 +1,4 @@
-"""`--record FILE.json`: what a run of the tests came to, in the form that scripts/reliability_page reads."""
+"""`--record=FILE.json`: what a run of the tests came to, in the form that scripts/reliability_page reads."""
 
 from __future__ import annotations
 
