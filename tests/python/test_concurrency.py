@@ -380,7 +380,7 @@ def capture(torch: Any, call: Callable[[], Any]) -> tuple[Any, Any]:
         call()  # warm-up outside the capture
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=side):  # torch's own choice is a stream of the device that captured first
         results = call()
     return graph, results
 
