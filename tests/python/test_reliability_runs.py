@@ -118,11 +118,11 @@ def test_a_page_of_every_kind_of_record(tmp_path):
     for told in ("1,234 passed", "4,321", "567", "7,654,321 calls", "31 cases", "1,000,256", "2 Hazard", "0.96"):
         assert told in text, told
     assert "**failed**" in text  # racecheck reported something, and nobody has said what it is
-    absent = text.partition("No record yet")[2].partition("## ")[0]
-    runs = module("reliability_page").RUNS
-    for run in runs:
+    absent = text.partition("No record yet")[2].partition("## ")[0].splitlines()
+    for run in module("reliability_page").RUNS:
         recorded = any(re.sub(r"-\d+of\d+$", "", name) == run.name for name in RECORDS)
-        assert (f"tests/results/{run.name}.json" in absent) == (not recorded), run.name
+        assert (f"* {run.what}" in absent) == (not recorded), run.name
+        assert f"tests/results/{run.name}.json" in text.partition("## Repeating")[2]
     assert "`cudnn`: not installed" in text
 
 
@@ -131,7 +131,7 @@ def test_a_page_without_records_claims_nothing(tmp_path):
     assert "There is no record yet." in text
     assert "passed" not in text
     for run in module("reliability_page").RUNS:
-        assert f"tests/results/{run.name}.json" in text
+        assert f"* {run.what}\n" in text
 
 
 def test_an_explained_report_is_not_a_failure_but_stays_on_the_page(tmp_path):
