@@ -14,6 +14,7 @@
 #include "offsets.h"
 #include "qsa_sparse_attention/sm90/groups.h"
 #include "qsa_sparse_attention/sm90/plan.h"
+#include "qsa_sparse_attention/sm90/row_plan.h"
 
 namespace ragged_attention::sm90 {
 namespace {
@@ -34,8 +35,8 @@ std::int64_t find_by_warp(const RowGroups<kShort>& groups, std::int64_t id) {
 
 // Adds the rows of all groups; returns how many promises are broken.
 template <bool kShort>
-int add_groups(const RaggedRows& rows, int group_rows, std::vector<int>* met) {
-  const RowGroups<kShort> groups{rows, group_rows};
+int add_groups(const RaggedRows& rows, int group_rows, bool rows_apart, std::vector<int>* met) {
+  const RowGroups<kShort> groups{rows, group_rows, rows_apart};
   int bad = 0;
   for (std::int64_t id = 0; id < groups.num_ids(); ++id) {
     const RowGroup group = groups.group(id);
@@ -48,6 +49,7 @@ int add_groups(const RaggedRows& rows, int group_rows, std::vector<int>* met) {
     bad += group.rows < group_rows && group.begin + group.rows != range.end;
     bad += group.owned != rows.owned(group.segment);
     bad += (!group.owned || range.size() <= kQsaShortRows) != kShort;
+    bad += groups.rows_apart && (!group.owned || range.size() == 1);
     for (std::int64_t r = group.begin; r < group.begin + group.rows; ++r) ++(*met)[static_cast<std::size_t>(r)];
   }
   return bad;
@@ -55,9 +57,19 @@ int add_groups(const RaggedRows& rows, int group_rows, std::vector<int>* met) {
 
 int broken_groups(const Offsets& offsets, std::int64_t total, int group_rows) {
   const RaggedRows rows = rows_of(offsets, total);
-  std::vector<int> met(static_cast<std::size_t>(total), 0);
-  int bad = add_groups<true>(rows, group_rows, &met) + add_groups<false>(rows, group_rows, &met);
-  for (const int times : met) bad += times != 1;
+  int bad = 0;
+  for (const bool rows_apart : {false, true}) {
+    std::vector<int> met(static_cast<std::size_t>(total), 0);
+    bad += add_groups<true>(rows, group_rows, rows_apart, &met) + add_groups<false>(rows, group_rows, rows_apart, &met);
+    if (rows_apart) {  // what the kernel of single rows takes
+      for (std::int64_t segment = 0; segment < rows.num_segments(); ++segment) {
+        const RowRange range = rows.rows(segment);
+        if (rows.owned(segment) && range.size() != 1) continue;
+        for (std::int64_t r = range.begin; r < range.end; ++r) ++met[static_cast<std::size_t>(r)];
+      }
+    }
+    for (const int times : met) bad += times != 1;
+  }
   return bad;
 }
 
@@ -285,6 +297,83 @@ TEST_CASE("the chunks of a tile are swapped as the matrix products expect") {
   CHECK(broken_layout<64>(32) == 0);
   CHECK(broken_layout<32>(32) == 0);
   CHECK(broken_layout<64>(8) == 0);
+}
+
+template <int kCtas>
+int broken_rounds(std::int32_t count) {
+  std::vector<int> met(static_cast<std::size_t>(count), 0);
+  for (std::int32_t warp = 0; warp < kRowWarps; ++warp) {
+    const std::int32_t chain = row_chain(count, warp), rounds = (chain + kCtas - 1) / kCtas;
+    for (std::int32_t round = 0; round < rounds; ++round) {
+      for (std::int32_t tile = round * kCtas; tile < std::min((round + 1) * kCtas, chain); ++tile) {
+        for (int i = 0; i < kRowTile; ++i) {
+          const std::int64_t entry = row_tile_begin(tile, warp) + i;
+          if (entry < count) ++met[static_cast<std::size_t>(entry)];
+        }
+      }
+    }
+  }
+  int bad = 0;
+  for (const int times : met) bad += times != 1;
+  return bad;
+}
+
+TEST_CASE("the tiles of a row's chains hold every entry once, for any number of CTAs") {
+  int bad = 0;
+  for (std::int32_t count = 0; count < 2500; ++count) {
+    bad += broken_rounds<1>(count) + broken_rounds<2>(count) + broken_rounds<4>(count) + broken_rounds<8>(count);
+  }
+  CHECK(bad == 0);
+  CHECK(row_chain(0, 0) == 0);
+  CHECK(row_chain(2051, 0) == 17);
+  CHECK(row_chain(2051, 1) == 16);
+  CHECK(row_tile_begin(std::int64_t{1} << 40, 7) == ((std::int64_t{1} << 43) + 7) * 16);
+}
+
+TEST_CASE("as many CTAs share a row as fit beside each other") {
+  int bad = 0;
+  for (const int multiprocessors : {1, 8, 78, 114, 132}) {
+    for (std::int64_t rows = 0; rows < 400; ++rows) {
+      const int ctas = row_ctas(rows, multiprocessors);
+      bad += ctas != 1 && ctas != 2 && ctas != 4 && ctas != 8;
+      bad += ctas > 1 && rows * ctas > multiprocessors;
+      bad += ctas < 8 && rows * ctas * 2 <= multiprocessors;
+    }
+  }
+  CHECK(bad == 0);
+  CHECK(row_ctas(std::int64_t{1} << 40, 132) == 1);
+}
+
+template <int kChunks>
+int broken_piece() {
+  int bad = 0;
+  std::set<std::uint32_t> seen;
+  constexpr int kRows = 128;
+  for (int row = 0; row < kRows; ++row) {
+    for (int chunk = 0; chunk < kChunks; ++chunk) {
+      const std::uint32_t offset = piece_offset<kChunks>(row, chunk);
+      bad += offset % 16 != 0 || offset >= kRows * kChunks * 16 || !seen.insert(offset).second;
+      bad += offset / (kChunks * 16) != static_cast<std::uint32_t>(row);
+    }
+  }
+  // ldmatrix reads the same chunk of eight rows at once.
+  for (int row = 0; row < kRows; row += 8) {
+    for (int chunk = 0; chunk < kChunks; ++chunk) {
+      std::set<std::uint32_t> banks;
+      for (int i = 0; i < 8; ++i) banks.insert(piece_offset<kChunks>(row + i, chunk) % 128);
+      bad += banks.size() != 8;
+    }
+  }
+  return bad;
+}
+
+TEST_CASE("the chunks of a piece are read without bank conflicts") {
+  CHECK(broken_piece<1>() == 0);
+  CHECK(broken_piece<2>() == 0);
+  CHECK(broken_piece<4>() == 0);
+  CHECK(broken_piece<8>() == 0);
+  CHECK(broken_piece<16>() == 0);
+  CHECK(broken_piece<32>() == 0);
 }
 
 }  // namespace

@@ -144,6 +144,20 @@ def check_bits(framework: Framework, rng: np.random.Generator, rows: Sequence[in
         assert_all_same_bits(alone, (expected[0][own], expected[1][own]), f"sequence {sequence} alone")
 
 
+def check_decode(framework: Framework, rng: np.random.Generator, sequences: int, **shape: Any) -> None:
+    """One row a sequence, lists of every length: right, and with the bits that each row has alone."""
+    lengths = (0, 1, 15, 16, 17, 127, 128, 129, 300, 500)
+    cached = [520] * sequences
+    lists: Lists = [rng.permutation(520)[: lengths[i % len(lengths)]].tolist() for i in range(sequences)]
+    case = qsa_case(rng, [1] * sequences, cached, lists=lists, width=520, page_size=16, **shape)
+    case.run_and_check(framework)
+    out, lse = case.run(framework)
+    for sequence in {0, 3, 8, 9, sequences // 2, sequences - 1} & set(range(sequences)):
+        alone = case.alone(sequence).run(framework)
+        own = slice(sequence, sequence + 1)
+        assert_all_same_bits(alone, (out[own], lse[own]), f"sequence {sequence} of {sequences} alone")
+
+
 # On the GPU
 
 
@@ -200,6 +214,27 @@ def test_bits(hopper, rng, dtype, head_dim):
     check_bits(hopper, rng, (1, 4, 130, 0, 5, 1, 64, 129), dtype=dtype, head_dim=head_dim, heads=(12, 1))
 
 
+@each_dtype
+@each_head_dim
+@pytest.mark.parametrize("sequences", [1, 2, 10, 17, 33, 66, 67, 150])
+def test_decode_by_any_number_of_ctas_a_row(hopper, rng, dtype, head_dim, sequences):
+    """1 to 8 CTAs share a row: as many as there are multiprocessors for (sm90/row_plan.h)."""
+    check_decode(hopper, rng, sequences, dtype=dtype, head_dim=head_dim, heads=(24, 2))
+
+
+@pytest.mark.parametrize("heads", [(16, 1), (1, 1), (9, 3), (17, 1)], ids=str)
+def test_decode_of_every_size_of_group(hopper, rng, heads):
+    check_decode(hopper, rng, 20, dtype="bfloat16", head_dim=128, heads=heads)
+
+
+def test_decode_of_few_among_many_empty_sequences(hopper, rng):
+    """Most units are nobody's, and row i is not sequence i's."""
+    rows = [0] * 700
+    for sequence in (3, 4, 300, 699):
+        rows[sequence] = 1
+    check_rows(hopper, rng, rows, dtype="bfloat16", head_dim=256, heads=(24, 2), width=70)
+
+
 def test_many_short_sequences_beside_a_long_one(hopper, rng):
     """So many groups that a cluster looks through several, and finds more than one that is its own."""
     rows = [1, 3] * 40 + [1500] + [2, 1, 0] * 30
@@ -248,26 +283,26 @@ def test_a_call_runs_the_kernels_it_should(hopper, rng):
     torch = hopper.xp
     shape: dict[str, Any] = {"dtype": "bfloat16", "head_dim": 128, "heads": (12, 1)}
     few, many = qsa_case(rng, [1, 4], [90, 80], **shape), qsa_case(rng, [140, 1], [90, 80], **shape)
-    groups, portable = (
-        "qsa_groups_kernel<ragged_attention::sm90::QsaTraits<cutlass::bfloat16_t",
-        "portable::qsa_kernel<",
-    )
+    one = qsa_case(rng, [1], [90], **shape)
+    wide = qsa_case(rng, [1, 1], [90, 80], **{**shape, "heads": (17, 1)})
+    kernels = ("sm90::qsa_rows_kernel<", "sm90::qsa_groups_kernel<", "portable::qsa_kernel<")
     if not kernel_names(torch, lambda: few.call(hopper)):
         pytest.skip("torch's profiler sees no kernels here")
-    calls: list[tuple[str, Case, dict[str, Any], int, int]] = [
-        ("short sequences alone", few, {}, 1, 0),
-        ("a long one too", many, {}, 2, 0),
-        ("a wrong hint", many, {"max_prompt_length": 1}, 2, 0),
-        ("a base off by one", many.replace(q=off_by_one(many.array("q"))), {}, 0, 1),
-        ("a kernel that is asked for", many, {"warps": 4}, 0, 1),
+    calls: list[tuple[str, Case, dict[str, Any], tuple[int, int, int]]] = [
+        ("one row", one, {}, (1, 0, 0)),
+        ("short sequences", few, {}, (1, 1, 0)),
+        ("a long one too", many, {}, (1, 2, 0)),
+        ("a wrong hint", many, {"max_prompt_length": 1}, (1, 2, 0)),
+        ("more heads a kv head than the rows' kernel takes", wide, {}, (0, 1, 0)),
+        ("a base off by one", many.replace(q=off_by_one(many.array("q"))), {}, (0, 0, 1)),
+        ("a kernel that is asked for", many, {"warps": 4}, (0, 0, 1)),
     ]
-    for what, case, extra, in_groups, row_by_row in calls:
+    for what, case, extra, expected in calls:
         tensors = case.tensors(hopper)
         names = kernel_names(
             torch, lambda case=case, tensors=tensors, extra=extra: case.call(hopper, **tensors, **extra)
         )
-        assert sum(groups in name for name in names) == in_groups, (what, names)
-        assert sum(portable in name for name in names) == row_by_row, (what, names)
+        assert tuple(sum(kernel in name for name in names) for kernel in kernels) == expected, (what, names)
 
 
 # The same of the CPU backend
@@ -281,3 +316,4 @@ def test_the_cpu_backend_makes_the_same_promises(numpy_cpu, rng):
     check_special_values(numpy_cpu, rng, 5, **shape)
     check_long_context(numpy_cpu, rng, 6, 3 * WINDOW, **shape)
     check_bits(numpy_cpu, rng, (1, 4, 0, 9), **shape)
+    check_decode(numpy_cpu, rng, 11, **shape)

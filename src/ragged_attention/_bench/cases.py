@@ -57,7 +57,7 @@ class RaggedCase:
 
 @dataclass(frozen=True)
 class QsaCase:
-    """A layer of Qwen3.8-Flash-Next: 512 blocks of 4 tokens and a causal tail of up to 3 for every row."""
+    """A layer of Qwen3.8-Flash-Next: blocks of 4 tokens, 512 of them, and a causal tail of up to 3 for every row."""
 
     name: str
     sequences: tuple[tuple[int, int], ...]  # (cached tokens, new rows)
@@ -68,6 +68,7 @@ class QsaCase:
     page_size: int = 128
     num_layers: int = 2
     layer_idx: int = 1
+    selected_blocks: int = 512
     dtype: str = "bfloat16"
     short: bool = False
     quick: bool = False
@@ -217,6 +218,12 @@ _QSA = (
     _prefill("share0.9", 4096, 65536, 0.9937),
     _prefill("share0.9", 8192, 131072, 0.995),
     _prefill("random", 2048, 131072, 0.0),
+    _prefill("share0.9", 2048, 262144, 0.9958),
+    # Between decode and prefill.
+    *(_prefill("share0.94", rows, 8192, 0.993) for rows in (20, 64, 283, 512)),
+    # Four times as many tokens a row.
+    _prefill("share0.9-w8195", 2048, 32768, 0.9779, selected_blocks=2048),
+    _decode(8, label="-w8195", selected_blocks=2048),
     # Tensor parallelism by 2, 4 and 8.
     *(
         case

@@ -164,7 +164,9 @@ def make(case: Case, device: torch.device | str, seed: int = 1) -> Inputs:
     max_pages = max(-(-(cached + new) // case.page_size) for cached, new in case.sequences)
     num_pages = max_pages * len(case.sequences)
     pages = torch.randperm(num_pages, generator=torch.Generator().manual_seed(seed))
-    indices, counts = selection.select(case.sequences, case.correlation, np.random.default_rng(seed))
+    indices, counts = selection.select(
+        case.sequences, case.correlation, np.random.default_rng(seed), case.selected_blocks
+    )
     return QsaInputs(
         case,
         normal(sum(new_rows), case.num_q_heads, case.head_dim),

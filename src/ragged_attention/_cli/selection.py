@@ -21,17 +21,17 @@ Lists = NDArray[np.int32]
 
 
 def select(
-    sequences: Sequence[tuple[int, int]], correlation: float, rng: np.random.Generator
+    sequences: Sequence[tuple[int, int]], correlation: float, rng: np.random.Generator, blocks: int = BLOCKS
 ) -> tuple[Lists, NDArray[np.int32]]:
-    """token_indices [rows, WIDTH] and counts [rows]; `sequences` has (cached tokens, new rows) of each.
+    """token_indices [rows, width] and counts [rows]; `sequences` has (cached tokens, new rows) of each.
 
     Every block has a score that follows an AR(1) process along the rows, `x = rho * x + sqrt(1 - rho^2) * normal`.
-    A row lists the 512 best of the complete blocks that it sees, best first (unsorted by position, as top-k gives
-    them), and then the up to 3 tokens of its own block. Rows that see at most WIDTH tokens list them all. Entries past
-    the count are -1.
+    A row lists the `blocks` best of the complete blocks that it sees, best first (unsorted by position, as top-k gives
+    them), and then the up to 3 tokens of its own block: the width is `blocks` * BLOCK + TAIL. Rows that see no more
+    tokens than that list them all. Entries past the count are -1.
     """
     rows = sum(new for _, new in sequences)
-    indices = np.full((rows, WIDTH), -1, np.int32)
+    indices = np.full((rows, blocks * BLOCK + TAIL), -1, np.int32)
     counts = np.zeros(rows, np.int32)
     keep, fresh = np.float32(correlation), np.float32((1 - correlation**2) ** 0.5)
     row = 0
@@ -46,23 +46,23 @@ def select(
                 step += keep * score
                 score = step
             seen = np.arange(cached + begin + 1, cached + begin + size + 1)  # a row sees itself
-            counts[row : row + size] = _fill(indices[row : row + size], scores, seen)
+            counts[row : row + size] = _fill(indices[row : row + size], scores, seen, blocks)
             row += size
     return indices, counts
 
 
-def _fill(lists: Lists, scores: NDArray[np.float32], seen: NDArray[np.int64]) -> NDArray[np.int64]:
+def _fill(lists: Lists, scores: NDArray[np.float32], seen: NDArray[np.int64], blocks: int) -> NDArray[np.int64]:
     """Write the lists of some rows that see `seen` tokens each; returns the counts."""
     complete = seen // BLOCK
-    most = min(BLOCKS, scores.shape[1])
-    chosen = np.minimum(complete, BLOCKS)
+    most = min(blocks, scores.shape[1])
+    chosen = np.minimum(complete, blocks)
     if most:
         hidden = np.arange(scores.shape[1]) >= complete[:, None]
         keys = np.where(hidden, np.float32(np.inf), -scores)  # smallest first: an incomplete block comes last
         best = np.argpartition(keys, most - 1, axis=1)[:, :most]
         order = np.argsort(np.take_along_axis(keys, best, axis=1), axis=1)
-        blocks = np.take_along_axis(best, order, axis=1).astype(np.int32)
-        tokens = (blocks[:, :, None] * BLOCK + np.arange(BLOCK, dtype=np.int32)).reshape(len(lists), most * BLOCK)
+        in_order = np.take_along_axis(best, order, axis=1).astype(np.int32)
+        tokens = (in_order[:, :, None] * BLOCK + np.arange(BLOCK, dtype=np.int32)).reshape(len(lists), most * BLOCK)
         lists[:, : most * BLOCK] = np.where(np.arange(most * BLOCK) < chosen[:, None] * BLOCK, tokens, -1)
     for offset in range(TAIL):
         rows = np.flatnonzero(offset < seen % BLOCK)

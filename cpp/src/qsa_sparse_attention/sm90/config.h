@@ -1,8 +1,8 @@
 // The Hopper kernels of qsa_sparse_attention: their shapes. Host code reads it too.
 //
-// A CTA has one consumer warpgroup, whose 64 rows of a wgmma are the query heads of one kv head times a few
-// neighbouring rows, and one producer warpgroup, which plans and gathers. Two CTAs share a multiprocessor, so that one
-// gathers while the other plans, waits or stores.
+// Groups of rows: a CTA has one consumer warpgroup, whose 64 rows of a wgmma are the query heads of one kv head times a
+// few neighbouring rows, and one producer warpgroup, which plans and gathers. Two CTAs share a multiprocessor, so that
+// one gathers while the other plans, waits or stores.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,8 @@ namespace ragged_attention::sm90 {
 
 // Shared memory of a CTA at head dim 256: Q, K and V 32 KB each, and the plan 12 KB: 112 of the 113 KB that let two of
 // them in. One stage of K and one of V: K of the next tile is on its way under softmax and P V, V under Q K^T. Two of
-// half the size took longer for every tile of half the size. Registers a thread: 128 for O, kKeys / 2 for S and about
+// half the size took longer for every tile of half the size. Where a call has no more CTAs than multiprocessors, a CTA
+// has one for itself, and two stages of each. Registers a thread: 128 for O, kKeys / 2 for S and about
 // 40 more; P takes the place of S.
 template <int kHeadDim>
 struct QsaTile;
@@ -36,7 +37,7 @@ constexpr int kQsaListEntries = 1536;    // of the union that are written out at
 // Sequences of at most this many rows in a call are short: each group of their rows is shared out to a cluster of
 // kQsaSplits CTAs. Longer ones have groups enough to fill the GPU, one CTA each.
 constexpr std::int64_t kQsaShortRows = 128;
-constexpr int kQsaSplits = 8;
+constexpr int kQsaSplits = 4;
 
 // Neighbouring rows that share what they gather: as many as fit 64 rows of a product, up to 10.
 constexpr int kQsaMaxGroupRows = 10;
@@ -44,5 +45,10 @@ RAGGED_ATTENTION_HOST_DEVICE int qsa_group_rows(int heads_per_kv_head) {
   const int fit = 64 / heads_per_kv_head;
   return fit < kQsaMaxGroupRows ? fit : kQsaMaxGroupRows;
 }
+
+// Sequences of one row, and the rows of none, have a kernel of their own (row_kernel.cuh) where the query heads of a kv
+// head are no more than the rows of its product.
+constexpr int kRowMostHeads = 16;
+RAGGED_ATTENTION_HOST_DEVICE bool qsa_rows_apart(int heads_per_kv_head) { return heads_per_kv_head <= kRowMostHeads; }
 
 }  // namespace ragged_attention::sm90

@@ -20,7 +20,7 @@ struct QsaConsumer {
 
   const QsaGroupsParams& params;
   QsaShared<Traits>& shared;
-  Ring<1> k_ring, v_ring;
+  Ring<Traits::kStages> k_ring, v_ring;
   const QsaUnit& unit;
 
   int group_row[2];          // of this thread's two rows of the product; -1: none
@@ -140,37 +140,40 @@ struct QsaConsumer {
   // One tile; false where the pass has ended.
   template <bool kCareful>
   __device__ __forceinline__ bool step() {
-    Barrier::wait(&shared.k_full, k_ring.full_parity());
+    const std::uint32_t k_stage = k_ring.index(), v_stage = v_ring.index();
+    Barrier::wait(&shared.k_full[k_stage], k_ring.full_parity());
     k_ring.advance();
-    if (shared.end != 0) {
-      release(shared.k_empty);
+    if (shared.end[k_stage] != 0) {
+      release(shared.k_empty[k_stage]);
       return false;
     }
     cutlass::arch::fence_view_async_shared();
     // Not members: they need no registers from one tile to the next.
     float scores[kKeys / 2];
     std::uint32_t probabilities[kKeys / 4];  // pairs
-    issue_scores(scores);
+    issue_scores(scores, k_stage);
     wgmma_wait<0>();
     pin(scores);
     std::uint32_t listed[2][kMaskWords];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
 #pragma unroll
-      for (int w = 0; w < kMaskWords; ++w) listed[r][w] = group_row[r] < 0 ? 0 : shared.listed[group_row[r]][w];
+      for (int w = 0; w < kMaskWords; ++w) {
+        listed[r][w] = group_row[r] < 0 ? 0 : shared.listed[k_stage][group_row[r]][w];
+      }
     }
-    release(shared.k_empty);
+    release(shared.k_empty[k_stage]);
     update(scores, listed);
     pack_all<Element>(scores, probabilities);
-    Barrier::wait(&shared.v_full, v_ring.full_parity());
+    Barrier::wait(&shared.v_full[v_stage], v_ring.full_parity());
     v_ring.advance();
-    if constexpr (kCareful) add_special(probabilities, listed);
+    if constexpr (kCareful) add_special(probabilities, listed, v_stage);
     cutlass::arch::fence_view_async_shared();
-    issue_output(probabilities);
+    issue_output(probabilities, v_stage);
     wgmma_wait<0>();
     pin_output();
     pin(probabilities);
-    release(shared.v_empty);
+    release(shared.v_empty[v_stage]);
     return true;
   }
 
@@ -179,23 +182,23 @@ struct QsaConsumer {
     if (lane() == 0) Barrier::arrive(&empty);
   }
 
-  __device__ __forceinline__ void issue_scores(float (&scores)[kKeys / 2]) {
+  __device__ __forceinline__ void issue_scores(float (&scores)[kKeys / 2], std::uint32_t stage) {
     const std::uint64_t q = descriptor_k_major(shared_address(shared.q));
-    const std::uint64_t k = descriptor_k_major(shared_address(shared.k));
+    const std::uint64_t k = descriptor_k_major(shared_address(shared.k[stage]));
     pin(scores);
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < kHeadDim / 16; ++step) {
       const std::uint64_t in_block = descriptor_step(step % 4 * 32);
       wgmma_shared<Element, kKeys>(scores, q + in_block + step / 4 * descriptor_step(sizeof(shared.q[0])),
-                                   k + in_block + step / 4 * descriptor_step(sizeof(shared.k[0])), step > 0);
+                                   k + in_block + step / 4 * descriptor_step(sizeof(shared.k[0][0])), step > 0);
     }
     wgmma_commit();
     pin(scores);
   }
 
-  __device__ __forceinline__ void issue_output(std::uint32_t (&probabilities)[kKeys / 4]) {
-    const std::uint64_t v = descriptor_n_major(shared_address(shared.v), sizeof(shared.v[0]));
+  __device__ __forceinline__ void issue_output(std::uint32_t (&probabilities)[kKeys / 4], std::uint32_t stage) {
+    const std::uint64_t v = descriptor_n_major(shared_address(shared.v[stage]), sizeof(shared.v[0][0]));
     pin_output();
     pin(probabilities);
     wgmma_fence();
@@ -205,7 +208,7 @@ struct QsaConsumer {
       for (int part = 0; part < kHeadDim / kColumns; ++part) {
         wgmma_registers<Element, kColumns>(output[part], &probabilities[4 * step],
                                            v + step * descriptor_step(16 * kBlockRowBytes) +
-                                               part * (kColumns / kBlockColumns) * descriptor_step(sizeof(shared.v[0])),
+                                               part * (kColumns / kBlockColumns) * descriptor_step(sizeof(shared.v[0][0])),
                                            true);
       }
     }
@@ -268,9 +271,9 @@ struct QsaConsumer {
   }
 
   __device__ __forceinline__ void add_special(const std::uint32_t (&probabilities)[kKeys / 4],
-                                              const std::uint32_t (&listed)[2][kMaskWords]) {
+                                              const std::uint32_t (&listed)[2][kMaskWords], std::uint32_t stage) {
     constexpr int kChunks = kHeadDim / 8;
-    char* tile = reinterpret_cast<char*>(&shared.v);
+    char* tile = reinterpret_cast<char*>(&shared.v[stage]);
     if (thread() < kMaskWords) shared.special[thread()] = 0;
     consumers_sync();
     for (int i = thread(); i < kKeys * kChunks; i += 128) {

@@ -1,5 +1,6 @@
 // Host side of the Hopper kernels: whether they take a call, and which instantiations.
 #include <string>
+#include <utility>
 
 #include "common/cuda/alignment.h"
 #include "common/cuda/cutlass_elements.h"
@@ -14,20 +15,37 @@ namespace {
 
 using portable::QsaKernelParams;
 
+// Only shapes are known here: each kernel looks for the sequences that are its own, and where there may be some, it has
+// to look. A kernel starts as the CTAs of the one before it end; first come those that probably have most to do.
 template <typename Element, int kHeadDim>
-void launch_both(const QsaKernelParams& call, int device, void* stream) {
+void launch_all(const QsaKernelParams& call, int device, void* stream) {
   const QsaParams& params = call.params;
-  // Only shapes are known here. Where they do not rule out a long sequence, the long kernel has to look.
-  if (params.rows.total <= sm90::kQsaShortRows) {
-    return sm90::launch_qsa_short<Element, kHeadDim>(call, false, false, device, stream);
-  }
-  // The second kernel starts as the first one's CTAs end. First the one that has more to do, as far as one can tell.
-  if (params.rows.likely_longest(params.longest_hint) > sm90::kQsaShortRows) {
-    sm90::launch_qsa_long<Element, kHeadDim>(call, false, device, stream);
-    sm90::launch_qsa_short<Element, kHeadDim>(call, true, true, device, stream);
+  const RaggedRows& rows = params.rows;
+  const bool apart = sm90::qsa_rows_apart(params.group());
+  const bool has_short = !apart || rows.total > 1, has_long = rows.total > sm90::kQsaShortRows;
+  const std::int64_t longest = rows.likely_longest(params.longest_hint);
+  bool beside = false;
+  const auto launch_rows = [&] {
+    if (apart) sm90::launch_qsa_rows<Element, kHeadDim>(call, std::exchange(beside, true), device, stream);
+  };
+  const auto launch_short = [&](bool sparse) {
+    if (has_short) sm90::launch_qsa_short<Element, kHeadDim>(call, std::exchange(beside, true), sparse, device, stream);
+  };
+  const auto launch_long = [&] {
+    if (has_long) sm90::launch_qsa_long<Element, kHeadDim>(call, std::exchange(beside, true), device, stream);
+  };
+  if (longest > sm90::kQsaShortRows) {
+    launch_long();
+    launch_rows();
+    launch_short(true);
+  } else if (apart && rows.total <= rows.batch) {
+    launch_rows();
+    launch_short(true);
+    launch_long();
   } else {
-    sm90::launch_qsa_short<Element, kHeadDim>(call, false, false, device, stream);
-    sm90::launch_qsa_long<Element, kHeadDim>(call, true, device, stream);
+    launch_short(false);
+    launch_rows();
+    launch_long();
   }
 }
 
@@ -35,11 +53,11 @@ template <typename Element>
 void dispatch_head_dim(const QsaKernelParams& params, int device, void* stream) {
   switch (params.params.head_dim) {
     case 64:
-      return launch_both<Element, 64>(params, device, stream);
+      return launch_all<Element, 64>(params, device, stream);
     case 128:
-      return launch_both<Element, 128>(params, device, stream);
+      return launch_all<Element, 128>(params, device, stream);
     case 256:
-      return launch_both<Element, 256>(params, device, stream);
+      return launch_all<Element, 256>(params, device, stream);
     default:
       throw NotImplementedError("head_dim: no Hopper kernel for " + std::to_string(params.params.head_dim));
   }

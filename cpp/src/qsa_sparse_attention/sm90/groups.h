@@ -25,6 +25,7 @@ template <bool kShort>
 struct RowGroups {
   RaggedRows rows;
   std::int32_t group_rows = 1;
+  bool rows_apart = false;  // sequences of one row and the rows of none have a kernel of their own
 
   RAGGED_ATTENTION_HOST_DEVICE std::int64_t mark(std::int64_t begin, std::int64_t segment) const {
     return kShort ? segment : begin / kQsaShortRows;
@@ -40,6 +41,7 @@ struct RowGroups {
   }
 
   RAGGED_ATTENTION_HOST_DEVICE bool takes(std::int64_t length, bool owned) const {
+    if (rows_apart && (!owned || length == 1)) return false;
     const bool is_short = !owned || length <= kQsaShortRows;
     return length > 0 && is_short == kShort;
   }

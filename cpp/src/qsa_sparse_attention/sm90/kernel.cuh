@@ -16,6 +16,7 @@
 #include "common/cuda_host.h"
 #include "qsa_sparse_attention/sm90/consumer.cuh"
 #include "qsa_sparse_attention/sm90/launch.h"
+#include "qsa_sparse_attention/sm90/merge.cuh"
 #include "qsa_sparse_attention/sm90/producer.cuh"
 
 namespace ragged_attention::sm90 {
@@ -49,7 +50,7 @@ __device__ __forceinline__ void fetch_ahead(const QsaParams& call, const RowGrou
 template <typename Traits>
 __device__ __forceinline__ QsaUnit find_unit(const QsaGroupsParams& params, std::int64_t number) {
   const QsaParams& call = params.call.params;
-  const RowGroups<Traits::kShort> groups{call.rows, params.group_rows};
+  const auto groups = params.template groups<Traits::kShort>();
   const auto n = static_cast<std::uint32_t>(number), kv_heads = static_cast<std::uint32_t>(call.num_kv_heads);
   // From the last group to the first: a sequence's late rows have the longer lists. A row's kv heads side by side:
   // their keys are neighbours in memory.
@@ -78,7 +79,7 @@ __device__ __forceinline__ QsaUnit find_unit(const QsaGroupsParams& params, std:
 // The next of this CTA's units that has rows. By all lanes of a warp.
 template <typename Traits>
 __device__ __forceinline__ QsaUnit scan_units(const QsaGroupsParams& params, std::int64_t* to_look_at) {
-  const RowGroups<Traits::kShort> groups{params.call.params.rows, params.group_rows};
+  const auto groups = params.template groups<Traits::kShort>();
   const std::int64_t kv_heads = params.call.params.num_kv_heads, step = gridDim.x / Traits::kSplits;
   std::int64_t next = *to_look_at;
   QsaUnit unit;
@@ -123,37 +124,15 @@ __device__ __forceinline__ void merge(const QsaGroupsParams& params, QsaShared<T
   const int begin = fours * rank / Traits::kSplits, end = fours * (rank + 1) / Traits::kSplits;
   for (int i = begin + static_cast<int>(threadIdx.x); i < end; i += 128) {
     const int row = i / kFours, column = i % kFours * 4;
-    float maxima[Traits::kSplits], sums[Traits::kSplits];
-    float4 parts[Traits::kSplits];
+    RowParts<Traits::kSplits> parts;
 #pragma unroll
     for (int split = 0; split < Traits::kSplits; ++split) {
-      maxima[split] = *cluster.map_shared_rank(shared.partial_maximum() + row, split);
-      sums[split] = *cluster.map_shared_rank(shared.partial_sum() + row, split);
-      parts[split] = *reinterpret_cast<const float4*>(
+      parts.maxima[split] = *cluster.map_shared_rank(shared.partial_maximum() + row, split);
+      parts.sums[split] = *cluster.map_shared_rank(shared.partial_sum() + row, split);
+      parts.outputs[split] = *reinterpret_cast<const float4*>(
           cluster.map_shared_rank(shared.partial_output() + row * QsaShared<Traits>::kPartialStride + column, split));
     }
-    float largest = -INFINITY, total = 0.0f;
-#pragma unroll
-    for (int split = 0; split < Traits::kSplits; ++split) largest = fmaxf(largest, maxima[split]);
-    float4 result = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-#pragma unroll
-    for (int split = 0; split < Traits::kSplits; ++split) {
-      // Two that are equal may both be -inf or inf.
-      const float weight = maxima[split] == largest ? 1.0f : exp2_approximate(maxima[split] - largest);
-      total = __fmaf_rn(weight, sums[split], total);
-      result.x = __fmaf_rn(weight, parts[split].x, result.x);
-      result.y = __fmaf_rn(weight, parts[split].y, result.y);
-      result.z = __fmaf_rn(weight, parts[split].z, result.z);
-      result.w = __fmaf_rn(weight, parts[split].w, result.w);
-    }
-    const float inverse = total == 0.0f ? 0.0f : 1.0f / total;
-    const std::int64_t q_row = unit.group.begin + row / heads;
-    const int head = unit.kv_head * heads + row % heads;
-    portable::store_four(params.call, q_row, head, column,
-                         make_float4(result.x * inverse, result.y * inverse, result.z * inverse, result.w * inverse));
-    if (call.lse != nullptr && column == 0) {
-      call.lse[q_row * call.lse_row_stride + head * call.lse_head_stride] = natural_lse(largest, total);
-    }
+    parts.store(params.call, unit.group.begin + row / heads, unit.kv_head * heads + row % heads, column);
   }
 }
 
@@ -171,15 +150,17 @@ __device__ __forceinline__ void cluster_sync(bool releases) {
 }
 
 template <typename Traits>
-__global__ void __launch_bounds__(Traits::kThreads, 2)
+__global__ void __launch_bounds__(Traits::kThreads, Traits::kResident)
     qsa_groups_kernel(const __grid_constant__ QsaGroupsParams params) {
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
   auto& shared = *reinterpret_cast<QsaShared<Traits>*>(shared_bytes);
   if (threadIdx.x == 0) {
-    Barrier::init(&shared.k_full, 128 + Traits::kProducerWarps);
-    Barrier::init(&shared.k_empty, 4);
-    Barrier::init(&shared.v_full, 128);
-    Barrier::init(&shared.v_empty, 4);
+    for (int stage = 0; stage < Traits::kStages; ++stage) {
+      Barrier::init(&shared.k_full[stage], 128 + Traits::kProducerWarps);
+      Barrier::init(&shared.k_empty[stage], 4);
+      Barrier::init(&shared.v_full[stage], 128);
+      Barrier::init(&shared.v_empty[stage], 4);
+    }
     Barrier::init(&shared.verdict, 4);
     shared.bad_verdict = -1;
     shared.next_unit[kConsumes] = shared.next_unit[kProduces] = blockIdx.x / Traits::kSplits;
@@ -191,7 +172,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 2)
   if (gridDim.x / Traits::kSplits < params.num_units) {
     mine = false;
     const RaggedRows& rows = params.call.params.rows;
-    const RowGroups<Traits::kShort> groups{rows, params.group_rows};
+    const auto groups = params.template groups<Traits::kShort>();
     for (std::int64_t segment = threadIdx.x; segment < rows.num_segments() && !mine; segment += Traits::kThreads) {
       mine = groups.takes(rows.rows(segment).size(), rows.owned(segment));
     }
@@ -204,7 +185,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 2)
   const int rank = static_cast<int>(blockIdx.x) % Traits::kSplits;
   Ring<1> verdicts;
   if (threadIdx.x >= 128) {
-    cutlass::arch::warpgroup_reg_dealloc<Traits::kProducerRegisters>();
+    if constexpr (Traits::kResident == 2) cutlass::arch::warpgroup_reg_dealloc<Traits::kProducerRegisters>();
     QsaProducer<Traits> producer(params, shared, rank);
 #pragma unroll 1
     while (next_unit(params, shared, kProduces)) {
@@ -221,7 +202,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 2)
       cluster_sync<Traits>(false);  // and have been read
     }
   } else {
-    cutlass::arch::warpgroup_reg_alloc<Traits::kConsumerRegisters>();
+    if constexpr (Traits::kResident == 2) cutlass::arch::warpgroup_reg_alloc<Traits::kConsumerRegisters>();
     QsaConsumer<Traits> consumer(params, shared);
 #pragma unroll 1
     while (next_unit(params, shared, kConsumes)) {
@@ -256,43 +237,46 @@ __global__ void __launch_bounds__(Traits::kThreads, 2)
   cudaGridDependencySynchronize();
 }
 
+// `ctas`: no more than that many look for groups.
 template <typename Traits>
-void launch_qsa_groups(const portable::QsaKernelParams& call, bool beside, bool sparse, int device,
-                       StreamHandle stream) {
+void launch_qsa_groups(const QsaGroupsParams& params, bool beside, std::int64_t ctas, int device, StreamHandle stream) {
   // 1 KB of each CTA's shared memory is the system's.
-  static_assert(2 * (sizeof(QsaShared<Traits>) + 1024) <= 228 * 1024, "two CTAs share a multiprocessor");
+  static_assert(Traits::kResident * (sizeof(QsaShared<Traits>) + 1024) <= 228 * 1024);
+  const std::int64_t clusters = std::min(params.num_units, std::max<std::int64_t>(1, ctas / Traits::kSplits));
+  launch<qsa_groups_kernel<Traits>>(params, clusters * Traits::kSplits, Traits::kThreads, sizeof(QsaShared<Traits>),
+                                    device, static_cast<cudaStream_t>(stream), "launching qsa_sparse_attention", beside,
+                                    Traits::kSplits);
+}
+
+template <bool kShort>
+QsaGroupsParams groups_params(const portable::QsaKernelParams& call) {
   const QsaParams& params = call.params;
-  QsaGroupsParams kernel_params;
-  kernel_params.call = call;
-  kernel_params.scale_log2 = params.scale * kLog2E;
-  kernel_params.group_rows = qsa_group_rows(params.group());
-  for (int shift = 0; shift < 31; ++shift) {
-    if (params.cache.page_size == std::int64_t{1} << shift) kernel_params.page_shift = shift;
-  }
-  const std::int64_t most = 0x7fffffff;
-  const bool all = params.cache.max_pages > 0 && params.cache.page_size > most / params.cache.max_pages;
-  kernel_params.longest = static_cast<std::int32_t>(all ? most : params.cache.max_pages * params.cache.page_size);
-  const RowGroups<Traits::kShort> groups{params.rows, kernel_params.group_rows};
-  kernel_params.num_units = groups.num_ids() * params.num_kv_heads;
-  std::int64_t clusters = kernel_params.num_units;
-  if (sparse) {
-    const int resident = 2 * cuda_device_info(device).num_multiprocessors;
-    clusters = std::min<std::int64_t>(clusters, std::max(1, resident / Traits::kSplits));
-  }
-  launch<qsa_groups_kernel<Traits>>(kernel_params, clusters * Traits::kSplits, Traits::kThreads,
-                                    sizeof(QsaShared<Traits>), device, static_cast<cudaStream_t>(stream),
-                                    "launching qsa_sparse_attention", beside, Traits::kSplits);
+  QsaGroupsParams result;
+  result.call = call;
+  result.scale_log2 = params.scale * kLog2E;
+  result.group_rows = qsa_group_rows(params.group());
+  result.page_shift = page_shift(params.cache);
+  result.longest = longest_context(params.cache);
+  result.rows_apart = qsa_rows_apart(params.group());
+  result.num_units = result.template groups<kShort>().num_ids() * params.num_kv_heads;
+  return result;
 }
 
 template <typename Element, int kHeadDim>
-void launch_qsa_long(const portable::QsaKernelParams& params, bool beside, int device, StreamHandle stream) {
-  launch_qsa_groups<QsaTraits<Element, kHeadDim, false>>(params, beside, false, device, stream);
+void launch_qsa_long(const portable::QsaKernelParams& call, bool beside, int device, StreamHandle stream) {
+  launch_qsa_groups<QsaTraits<Element, kHeadDim, false>>(groups_params<false>(call), beside, kMaxGrid, device, stream);
 }
 
 template <typename Element, int kHeadDim>
-void launch_qsa_short(const portable::QsaKernelParams& params, bool beside, bool sparse, int device,
+void launch_qsa_short(const portable::QsaKernelParams& call, bool beside, bool sparse, int device,
                       StreamHandle stream) {
-  launch_qsa_groups<QsaTraits<Element, kHeadDim, true>>(params, beside, sparse, device, stream);
+  const QsaGroupsParams params = groups_params<true>(call);
+  const std::int64_t multiprocessors = cuda_device_info(device).num_multiprocessors;
+  if (!sparse && params.num_units * kQsaSplits <= multiprocessors) {
+    return launch_qsa_groups<QsaTraits<Element, kHeadDim, true, 2>>(params, beside, kMaxGrid, device, stream);
+  }
+  launch_qsa_groups<QsaTraits<Element, kHeadDim, true>>(params, beside, sparse ? 2 * multiprocessors : kMaxGrid, device,
+                                                        stream);
 }
 
 }  // namespace ragged_attention::sm90

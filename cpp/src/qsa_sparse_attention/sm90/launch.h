@@ -1,4 +1,4 @@
-// One launch declaration for each instantiation of the Hopper kernels; instantiations/ defines them.
+// Launch declarations for each instantiation of the Hopper kernels; instantiations/ defines them.
 #pragma once
 
 #include "qsa_sparse_attention/cuda/launch.h"
@@ -7,8 +7,8 @@ namespace ragged_attention::sm90 {
 
 using StreamHandle = void*;
 
-// Element: cutlass::bfloat16_t or cutlass::half_t. Both may start beside the kernel before them on the stream, which
-// must then be the other one: `beside`.
+// Element: cutlass::bfloat16_t or cutlass::half_t. `beside`: may start beside the kernel before it on the stream, which
+// must then be another one of the same call.
 //
 // Sequences of more than kQsaShortRows rows.
 template <typename Element, int kHeadDim>
@@ -18,5 +18,9 @@ void launch_qsa_long(const portable::QsaKernelParams& params, bool beside, int d
 template <typename Element, int kHeadDim>
 void launch_qsa_short(const portable::QsaKernelParams& params, bool beside, bool sparse, int device,
                       StreamHandle stream);
+
+// Sequences of one row, and the rows of none, where they have a kernel of their own (config.h).
+template <typename Element, int kHeadDim>
+void launch_qsa_rows(const portable::QsaKernelParams& params, bool beside, int device, StreamHandle stream);
 
 }  // namespace ragged_attention::sm90

@@ -17,19 +17,42 @@ struct QsaGroupsParams {
   std::int32_t page_shift = -1;  // log2 of the page size where that is a whole number
   std::int32_t longest = 0;      // tokens that a page table has room for
   std::int64_t num_units = 0;    // groups (some of them none) times kv heads
+  bool rows_apart = false;       // of groups.h
+
+  template <bool kShort>
+  RAGGED_ATTENTION_HOST_DEVICE RowGroups<kShort> groups() const {
+    return {call.params.rows, group_rows, rows_apart};
+  }
 };
 
-template <typename Element_, int kHeadDim_, bool kShort_>
+// For the host: log2 of the page size, -1 where that is no whole number.
+inline std::int32_t page_shift(const PagedCache& cache) {
+  for (int shift = 0; shift < 31; ++shift) {
+    if (cache.page_size == std::int64_t{1} << shift) return shift;
+  }
+  return -1;
+}
+
+// For the host: tokens that a page table has room for, as far as 31 bits go.
+inline std::int32_t longest_context(const PagedCache& cache) {
+  const std::int64_t most = 0x7fffffff;
+  const bool all = cache.max_pages > 0 && cache.page_size > most / cache.max_pages;
+  return static_cast<std::int32_t>(all ? most : cache.max_pages * cache.page_size);
+}
+
+template <typename Element_, int kHeadDim_, bool kShort_, int kStages_ = 1>
 struct QsaTraits {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr bool kShort = kShort_;
+  static constexpr int kStages = kStages_;                   // of K, and of V
+  static constexpr int kResident = kStages == 1 ? 2 : 1;     // CTAs of a multiprocessor
   static constexpr int kSplits = kShort ? kQsaSplits : 1;  // CTAs of a cluster
   static constexpr int kKeys = QsaTile<kHeadDim>::kKeys;
   static constexpr int kBlocks = kHeadDim / kBlockColumns;
   static constexpr int kMaskWords = kKeys / 32;
   static constexpr int kProducerWarps = 4, kThreads = 256;
-  // As much as the launch allocates: 128 for every thread.
+  // Where two CTAs are resident, as much as the launch allocates: 128 for every thread.
   static constexpr int kProducerRegisters = 48, kConsumerRegisters = 208;
   static_assert(kProducerRegisters + kConsumerRegisters == 256);
 };
@@ -61,19 +84,20 @@ struct QsaShared {
   using Element = typename Traits::Element;
   // Blocks of 64 columns, each row 128 bytes with its 16-byte chunks swizzled.
   alignas(1024) Element q[Traits::kBlocks][64][kBlockColumns];
-  alignas(1024) Element k[Traits::kBlocks][Traits::kKeys][kBlockColumns];
-  alignas(1024) Element v[Traits::kBlocks][Traits::kKeys][kBlockColumns];
+  using Tile = Element[Traits::kBlocks][Traits::kKeys][kBlockColumns];
+  alignas(1024) Tile k[Traits::kStages];
+  alignas(1024) Tile v[Traits::kStages];
   alignas(16) std::uint32_t plan[kQsaPlanBytes / 4];  // [rows][words]
   std::uint16_t list[kQsaListEntries];
   const char* token_at[2][Traits::kProducerWarps][32];  // where the tokens of a warp's batch lie, K and V
   QsaUnit unit[2];                                      // that a role is at; registers are short
   std::int64_t next_unit[2];                            // to look at
   QsaSource source;
-  // With K: which of the tile's tokens each row of the group lists; or that the pass has ended.
-  std::uint32_t listed[kQsaMaxGroupRows][Traits::kMaskWords];
-  std::int32_t end;
+  // With each stage of K: which of the tile's tokens each row of the group lists; or that the pass has ended.
+  std::uint32_t listed[Traits::kStages][kQsaMaxGroupRows][Traits::kMaskWords];
+  std::int32_t end[Traits::kStages];
   // full: by each producer thread's copies, and by each producer warp (K). empty: by each consumer warp.
-  std::uint64_t k_full, k_empty, v_full, v_empty;
+  std::uint64_t k_full[Traits::kStages], k_empty[Traits::kStages], v_full[Traits::kStages], v_empty[Traits::kStages];
   std::uint64_t verdict;     // by each consumer warp, after the first pass over a group of several rows
   std::int32_t bad_verdict;  // the last one that asked for a second pass
   std::int32_t warp_total[Traits::kProducerWarps];  // the plan's: tokens in each producer warp's words

@@ -47,30 +47,45 @@ struct QsaPlanner {
     std::int32_t counts = 0;  // lane r's is row r's
     if (lane < unit.group.rows) counts = static_cast<std::int32_t>(call.count(unit.group.begin + lane));
     sync();
-    constexpr int kAtOnce = 9;  // loads in flight: by 256 threads, all of a list of 2051
+    // Loads in flight: by 256 threads, all of a list of 2051; and of several lists where there are registers for them.
+    constexpr int kAtOnce = 9, kRowsAtOnce = Traits::kResident == 1 ? 4 : 1;
     const auto places = static_cast<std::uint32_t>(32 * words), length = static_cast<std::uint32_t>(unit.length);
     std::int32_t beyond = kNothingBeyond;
     bool duplicate = false;
 #pragma unroll 1
-    for (int row = 0; row < unit.group.rows; ++row) {
-      const std::int32_t count = __shfl_sync(0xffffffff, counts, row);
+    for (int row = 0; row < unit.group.rows; row += kRowsAtOnce) {
+      std::int32_t row_counts[kRowsAtOnce], longest = 0;
+#pragma unroll
+      for (int r = 0; r < kRowsAtOnce; ++r) {
+        row_counts[r] = __shfl_sync(0xffffffff, counts, row + r);
+        longest = max(longest, row_counts[r]);
+      }
       const std::int32_t* list = call.token_indices + (unit.group.begin + row) * call.token_indices_row_stride;
-      std::uint32_t* mine = masks + row * words;
 #pragma unroll 1
-      for (std::int32_t first = 0; first < count; first += kAtOnce * threads) {
+      for (std::int32_t first = 0; first < longest; first += kAtOnce * threads) {
         const std::int32_t i = first + thread;
-        std::int32_t tokens[kAtOnce];
+        std::int32_t tokens[kRowsAtOnce][kAtOnce];
 #pragma unroll
-        for (int j = 0; j < kAtOnce; ++j) tokens[j] = i + j * threads < count ? list[i + j * threads] : -1;
+        for (int r = 0; r < kRowsAtOnce; ++r) {
 #pragma unroll
-        for (int j = 0; j < kAtOnce; ++j) {
-          if (static_cast<std::uint32_t>(tokens[j]) >= length || !share.owns(tokens[j])) continue;
-          const std::int32_t place = share.local(tokens[j]) - base;
-          if (static_cast<std::uint32_t>(place) < places) {
-            const std::uint32_t bit = 1u << place % 32;
-            duplicate |= (atomicOr(&mine[static_cast<std::uint32_t>(place) / 32], bit) & bit) != 0;
-          } else if (place > 0) {
-            beyond = min(beyond, place + base);
+          for (int j = 0; j < kAtOnce; ++j) {
+            tokens[r][j] =
+                i + j * threads < row_counts[r] ? list[r * call.token_indices_row_stride + i + j * threads] : -1;
+          }
+        }
+#pragma unroll
+        for (int r = 0; r < kRowsAtOnce; ++r) {
+          std::uint32_t* mine = masks + (row + r) * words;
+#pragma unroll
+          for (int j = 0; j < kAtOnce; ++j) {
+            if (static_cast<std::uint32_t>(tokens[r][j]) >= length || !share.owns(tokens[r][j])) continue;
+            const std::int32_t place = share.local(tokens[r][j]) - base;
+            if (static_cast<std::uint32_t>(place) < places) {
+              const std::uint32_t bit = 1u << place % 32;
+              duplicate |= (atomicOr(&mine[static_cast<std::uint32_t>(place) / 32], bit) & bit) != 0;
+            } else if (place > 0) {
+              beyond = min(beyond, place + base);
+            }
           }
         }
       }
@@ -102,7 +117,7 @@ struct QsaProducer {
   QsaShared<Traits>& shared;
   const QsaUnit& unit;
   ContextShare<Traits::kSplits> share;  // of this CTA
-  Ring<1> k_ring, v_ring;
+  Ring<Traits::kStages> k_ring, v_ring;
 
   __device__ __forceinline__ QsaProducer(const QsaGroupsParams& params_, QsaShared<Traits>& shared_, int rank)
       : params(params_), shared(shared_), unit(shared_.unit[kProduces]), share{rank} {}
@@ -169,12 +184,13 @@ struct QsaProducer {
  private:
   // Says so in the place of a tile.
   __device__ __forceinline__ void end_pass() {
-    Barrier::wait(&shared.k_empty, k_ring.empty_parity());
+    const std::uint32_t stage = k_ring.index();
+    Barrier::wait(&shared.k_empty[stage], k_ring.empty_parity());
     if (lane() == 0) {
-      shared.end = 1;
-      Barrier::arrive(&shared.k_full);
+      shared.end[stage] = 1;
+      Barrier::arrive(&shared.k_full[stage]);
     }
-    Barrier::arrive(&shared.k_full);
+    Barrier::arrive(&shared.k_full[stage]);
     k_ring.advance();
   }
 
@@ -327,20 +343,22 @@ struct QsaProducer {
       ahead = entry(first + 2 * kEntries + mine);
 #pragma unroll 1
       for (int tile = 0; tile < kBatch && first + tile * kKeys < shared.source.end; ++tile) {
-        Barrier::wait(&shared.k_empty, k_ring.empty_parity());
+        const std::uint32_t stage = k_ring.index();
+        Barrier::wait(&shared.k_empty[stage], k_ring.empty_parity());
         if (lane() < unit.group.rows) {
           using Bits = std::conditional_t<kTokens == 16, std::uint16_t, std::uint32_t>;
-          reinterpret_cast<Bits*>(shared.listed[lane()])[warp()] = static_cast<Bits>(listed >> (tile * kTokens));
+          reinterpret_cast<Bits*>(shared.listed[stage][lane()])[warp()] = static_cast<Bits>(listed >> (tile * kTokens));
         }
-        if (thread() == 0) shared.end = 0;
-        copy(shared_address(shared.k), shared.token_at[0][warp()] + tile * kTokens);
-        arrive_after_copies(&shared.k_full);
+        if (thread() == 0) shared.end[stage] = 0;
+        copy(shared_address(shared.k[stage]), shared.token_at[0][warp()] + tile * kTokens);
+        arrive_after_copies(&shared.k_full[stage]);
         __syncwarp();
-        if (lane() == 0) Barrier::arrive(&shared.k_full);
+        if (lane() == 0) Barrier::arrive(&shared.k_full[stage]);
         k_ring.advance();
-        Barrier::wait(&shared.v_empty, v_ring.empty_parity());
-        copy(shared_address(shared.v), shared.token_at[1][warp()] + tile * kTokens);
-        arrive_after_copies(&shared.v_full);
+        const std::uint32_t v_stage = v_ring.index();
+        Barrier::wait(&shared.v_empty[v_stage], v_ring.empty_parity());
+        copy(shared_address(shared.v[v_stage]), shared.token_at[1][warp()] + tile * kTokens);
+        arrive_after_copies(&shared.v_full[v_stage]);
         v_ring.advance();
       }
     }
