@@ -60,7 +60,7 @@ class Recorder:
                 test = report.nodeid.rpartition("::")[2]
                 self.counts[kind][test] = self.counts[kind].get(test, 0) + properties[kind]
 
-    def pytest_sessionfinish(self) -> None:
+    def pytest_sessionfinish(self, exitstatus: int) -> None:
         build = ragged_attention.build_info()
         device = f"{platform.machine()}, {build['cpu_isa']}"
         if _frameworks.why_not("torch", "cuda") is None:
@@ -68,7 +68,7 @@ class Recorder:
             device = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
         record: dict[str, Any] = {
             "kind": "tests",
-            "passed": self.outcomes["failed"] == 0,
+            "passed": exitstatus == 0,  # an interrupted run has not passed
             "outcomes": dict(sorted(self.outcomes.items())),
             "files": {name: dict(sorted(counts.items())) for name, counts in sorted(self.files.items())},
             "counts": {kind: dict(sorted(counts.items())) for kind, counts in sorted(self.counts.items())},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.machinery
 import importlib.util
 import json
+import os
 import re
 import subprocess
 import sys
@@ -19,7 +20,48 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def script(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(ROOT / "scripts" / name), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT, check=False)
+    environment = {**os.environ, "OMP_NUM_THREADS": "2"}  # other tests run beside it
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT, env=environment, check=False)
+
+
+def pytest_in(folder: Path, *arguments: str) -> dict[str, Any]:
+    """What a run of pytest in this folder, with the recorder of these tests, wrote down."""
+    tests = ROOT / "tests" / "python"
+    (folder / "conftest.py").write_text(
+        "from pathlib import Path\n"
+        "import _record\n"
+        "def pytest_addoption(parser): parser.addoption('--record', type=Path)\n"
+        "def pytest_configure(config):\n"
+        "    config.pluginmanager.register(_record.Recorder(config.getoption('--record')))\n"
+        "def pytest_runtest_setup(item): item.user_properties.append(('on', 'host'))\n"
+    )
+    record = folder / "record.json"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--record={record}", *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(tests)}
+    subprocess.run(command, cwd=folder, env=environment, capture_output=True, timeout=100, check=False)
+    return json.loads(record.read_text())  # type: ignore[no-any-return]
+
+
+def test_a_run_of_tests_is_recorded(tmp_path):
+    (tmp_path / "test_them.py").write_text(
+        "import pytest\n"
+        "def test_good(record_property): record_property('examples', 12)\n"
+        "@pytest.mark.parametrize('n', [1, 2])\n"
+        "def test_skipped(n): pytest.skip('no such thing here')\n"
+        "def test_bad(): assert False\n"
+        "@pytest.fixture\n"
+        "def broken(): yield; raise RuntimeError\n"
+        "def test_bad_at_its_end(broken): pass\n"
+        "def test_interrupted(): raise KeyboardInterrupt\n"
+    )
+    good = pytest_in(tmp_path, "-k", "good or skipped")
+    assert good["passed"]
+    assert good["outcomes"] == {"passed": 1, "skipped": 2}
+    assert good["files"] == {"test_them.py": {"host": 1, "skipped": 2}}
+    assert good["counts"] == {"examples": {"test_good": 12}}
+    assert good["skipped"] == {"no such thing here": 2}
+    for name in ("test_bad", "test_bad_at_its_end", "test_interrupted"):
+        assert not pytest_in(tmp_path, "-k", f"good or {name}")["passed"], name
 
 
 def module(name: str) -> Any:
