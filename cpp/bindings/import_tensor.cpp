@@ -1,8 +1,11 @@
 #include "import_tensor.h"
 
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <string>
+#include <vector>
 
 #include "ragged_attention/error.h"
 
@@ -124,6 +127,40 @@ nb::object capsule_of(nb::handle object, std::optional<std::uintptr_t> stream) {
 }
 
 }  // namespace
+
+TensorView packed_view(void* data, DType dtype, Device device, std::int64_t rank, const std::int64_t* shape) {
+  TensorView view;
+  view.data = data;
+  view.dtype = dtype;
+  view.device = device;
+  view.rank = static_cast<int>(std::min<std::int64_t>(rank, TensorView::kMaxRank + 1));
+  std::int64_t step = 1;
+  for (int i = std::min(view.rank, TensorView::kMaxRank) - 1; i >= 0; --i) {
+    view.shape[i] = shape[i];
+    view.strides[i] = step;
+    step *= shape[i];
+  }
+  return view;
+}
+
+TensorView described_tensor(nb::handle object, const char* name) {
+  struct Named {
+    const char* name;
+    DType dtype;
+  };
+  static constexpr Named kDTypes[] = {
+      {"bool", {6, 8, 1}},     {"int8", {0, 8, 1}},   {"int16", {0, 16, 1}},  {"int32", kInt32},
+      {"int64", kInt64},       {"uint8", {1, 8, 1}},  {"uint16", {1, 16, 1}}, {"uint32", kUInt32},
+      {"uint64", {1, 64, 1}},  {"float16", kFloat16}, {"float32", kFloat32},  {"float64", {2, 64, 1}},
+      {"bfloat16", kBFloat16},
+  };
+  const auto shape = nb::cast<std::vector<std::int64_t>>(nb::object(object[0]));
+  const auto dtype = nb::cast<std::string>(nb::object(object[1]));
+  const auto* const known = std::find_if(std::begin(kDTypes), std::end(kDTypes),
+                                         [&](const Named& candidate) { return dtype == candidate.name; });
+  if (known == std::end(kDTypes)) throw TypeError(std::string(name) + ": got a tensor of dtype " + dtype);
+  return packed_view(nullptr, known->dtype, {}, static_cast<std::int64_t>(shape.size()), shape.data());
+}
 
 std::optional<std::uintptr_t> current_stream(nb::handle object, std::int32_t device) {
   const ExchangeApi* api = exchange_api(object);

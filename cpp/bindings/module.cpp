@@ -3,6 +3,7 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
 
 #include "common/cpu_features.h"
 #include "common/thread_pool.h"
@@ -12,6 +13,7 @@
 #include "ragged_attention/qsa_sparse_attention.h"
 #include "ragged_attention/ragged_flash_attention.h"
 #include "ragged_attention/support.h"
+#include "xla.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -19,7 +21,12 @@ namespace ra = ragged_attention;
 
 namespace {
 
+// What stands for the operands of a call: tensors, or descriptions (shape, name of the dtype), of which a call checks
+// what can be checked and computes nothing.
+enum class Given { kTensors, kDescriptions };
+
 // The operands of one call: imported one by one, alive until the call is over.
+template <Given given>
 class Operands {
  public:
   explicit Operands(std::optional<std::uintptr_t> stream) : stream_(stream) {}
@@ -38,6 +45,13 @@ class Operands {
   static constexpr int kMost = 10;
 
   ra::TensorView add(nb::handle object, const char* name, ra::Access access) {
+    if constexpr (given == Given::kDescriptions) {
+      ra::TensorView view = ra::described_tensor(object, name);
+      view.data = reinterpret_cast<void*>(address_);  // never followed; apart from each other, as the checks want it
+      if (view.rank > ra::TensorView::kMaxRank) return view;  // refused for its rank
+      address_ += 256 * (static_cast<std::uintptr_t>(view.num_elements() * view.dtype.bytes()) / 256 + 1);
+      return view;
+    }
     operands_[size_] = ra::import_tensor(object, name, access, stream_);
     return operands_[size_++].view;
   }
@@ -45,13 +59,15 @@ class Operands {
   std::optional<std::uintptr_t> stream_;
   ra::ImportedTensor operands_[kMost];
   int size_ = 0;
+  std::uintptr_t address_ = 256;
 };
 
+template <Given given>
 void ragged_flash_attention(nb::handle q, nb::handle k, nb::handle v, nb::handle input_row_offsets, nb::handle out,
                             nb::handle lse, const std::string& mask_str, std::int64_t local_window_size,
                             std::optional<double> scale, std::optional<std::int64_t> q_max_seq_len,
                             std::optional<std::uintptr_t> stream, bool check_values) {
-  Operands operands(stream);
+  Operands<given> operands(stream);
   ra::RaggedFlashAttentionArguments arguments;
   arguments.q = operands.read(q, "q");
   arguments.k = operands.read(k, "k");
@@ -65,10 +81,12 @@ void ragged_flash_attention(nb::handle q, nb::handle k, nb::handle v, nb::handle
   arguments.q_max_seq_len = q_max_seq_len;
   arguments.stream = operands.stream();
   arguments.check_values = check_values;
+  if constexpr (given == Given::kDescriptions) return ra::check_ragged_flash_attention(arguments);
   const nb::gil_scoped_release release;
   ra::ragged_flash_attention(arguments);
 }
 
+template <Given given>
 void qsa_sparse_attention(nb::handle q, nb::handle input_row_offsets, nb::handle kv_blocks, nb::handle cache_lengths,
                           nb::handle kv_lookup_table, std::int64_t layer_idx, nb::handle token_indices,
                           nb::handle counts, nb::handle out, nb::handle lse, std::int64_t page_stride,
@@ -76,7 +94,7 @@ void qsa_sparse_attention(nb::handle q, nb::handle input_row_offsets, nb::handle
                           std::optional<std::int64_t> max_cache_length, std::optional<std::int64_t> group,
                           std::optional<std::int64_t> warps, std::optional<std::int64_t> unroll,
                           std::optional<std::uintptr_t> stream, bool check_values) {
-  Operands operands(stream);
+  Operands<given> operands(stream);
   ra::QsaSparseAttentionArguments arguments;
   arguments.q = operands.read(q, "q");
   arguments.input_row_offsets = operands.read(input_row_offsets, "input_row_offsets");
@@ -97,6 +115,7 @@ void qsa_sparse_attention(nb::handle q, nb::handle input_row_offsets, nb::handle
   arguments.unroll = unroll;
   arguments.stream = operands.stream();
   arguments.check_values = check_values;
+  if constexpr (given == Given::kDescriptions) return ra::check_qsa_sparse_attention(arguments);
   const nb::gil_scoped_release release;
   ra::qsa_sparse_attention(arguments);
 }
@@ -181,14 +200,22 @@ NB_MODULE(_C, m) {
     }
   });
 
-  m.def("ragged_flash_attention", &ragged_flash_attention, "q"_a.none(), "k"_a.none(), "v"_a.none(),
-        "input_row_offsets"_a.none(), "out"_a.none(), "lse"_a.none(), "mask_str"_a, "local_window_size"_a,
-        "scale"_a.none(), "q_max_seq_len"_a.none(), "stream"_a.none(), "check_values"_a);
-  m.def("qsa_sparse_attention", &qsa_sparse_attention, "q"_a.none(), "input_row_offsets"_a.none(), "kv_blocks"_a.none(),
-        "cache_lengths"_a.none(), "kv_lookup_table"_a.none(), "layer_idx"_a, "token_indices"_a.none(),
-        "counts"_a.none(), "out"_a.none(), "lse"_a.none(), "page_stride"_a, "scale"_a.none(),
-        "max_prompt_length"_a.none(), "max_cache_length"_a.none(), "group"_a.none(), "warps"_a.none(),
-        "unroll"_a.none(), "stream"_a.none(), "check_values"_a);
+  const auto define_ragged = [&](const char* name, auto* function) {
+    m.def(name, function, "q"_a.none(), "k"_a.none(), "v"_a.none(), "input_row_offsets"_a.none(), "out"_a.none(),
+          "lse"_a.none(), "mask_str"_a, "local_window_size"_a, "scale"_a.none(), "q_max_seq_len"_a.none(),
+          "stream"_a.none(), "check_values"_a);
+  };
+  define_ragged("ragged_flash_attention", &ragged_flash_attention<Given::kTensors>);
+  define_ragged("check_ragged_flash_attention", &ragged_flash_attention<Given::kDescriptions>);
+  const auto define_qsa = [&](const char* name, auto* function) {
+    m.def(name, function, "q"_a.none(), "input_row_offsets"_a.none(), "kv_blocks"_a.none(), "cache_lengths"_a.none(),
+          "kv_lookup_table"_a.none(), "layer_idx"_a, "token_indices"_a.none(), "counts"_a.none(), "out"_a.none(),
+          "lse"_a.none(), "page_stride"_a, "scale"_a.none(), "max_prompt_length"_a.none(), "max_cache_length"_a.none(),
+          "group"_a.none(), "warps"_a.none(), "unroll"_a.none(), "stream"_a.none(), "check_values"_a);
+  };
+  define_qsa("qsa_sparse_attention", &qsa_sparse_attention<Given::kTensors>);
+  define_qsa("check_qsa_sparse_attention", &qsa_sparse_attention<Given::kDescriptions>);
+  m.def("xla_handlers", &ra::xla_handlers);
   m.def("supports", &supports, "op"_a, "cuda"_a, "device"_a, "dtype"_a, "head_dim"_a, "group"_a);
   m.def("current_stream", &ra::current_stream, "tensor"_a, "device"_a,
         "The current stream of the tensor's framework, or None if the framework has no C exchange API.");

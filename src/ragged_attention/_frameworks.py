@@ -13,12 +13,6 @@ import numpy as np
 
 from . import _C
 
-_JAX = (
-    "JAX arrays are not taken yet: results must be fresh arrays under jax.jit, which needs an XLA FFI handler that "
-    "this version does not have. Pass torch, CuPy or NumPy tensors (np.from_dlpack and jax.dlpack convert without a "
-    "copy)"
-)
-
 
 class Framework:
     """A framework known by DLPack alone: it cannot be asked for a new tensor."""
@@ -122,12 +116,18 @@ class Torch(Framework):
         tensor.record_stream(torch.cuda.ExternalStream(stream, device=tensor.device))
 
 
-_NUMPY, _CUPY, _TORCH, _OTHER = NumPy(), CuPy(), Torch(), Framework()
+class Jax(Framework):
+    """By name alone: XLA allocates, and knows the stream. See integrations/jax.py."""
+
+    name = "JAX"
+
+
+_NUMPY, _CUPY, _TORCH, _JAX, _OTHER = NumPy(), CuPy(), Torch(), Jax(), Framework()
 _KNOWN: dict[type, Framework] = {np.ndarray: _NUMPY}
 
 
 def framework_of(tensor: Any, name: str) -> Framework:
-    """The framework of a tensor by its type; TypeError where it is none, NotImplementedError for JAX."""
+    """The framework of a tensor by its type; TypeError where it is none."""
     known = _KNOWN.get(type(tensor))
     return known if known is not None else _recognise(tensor, name)
 
@@ -139,10 +139,10 @@ def _recognise(tensor: Any, name: str) -> Framework:
         )
     kind = type(tensor)
     roots = {base.__module__.partition(".")[0] for base in kind.__mro__}
-    if roots & {"jax", "jaxlib"}:
-        raise NotImplementedError(f"{name}: {_JAX}")
     if "torch" in roots:
         framework: Framework = _TORCH
+    elif roots & {"jax", "jaxlib"}:
+        framework = _JAX
     elif "cupy" in roots:
         framework = _CUPY
     elif isinstance(tensor, np.ndarray):

@@ -45,6 +45,22 @@ def _record_streams(results: list[Any], stream: int | None) -> None:
             framework.record_stream(result, stream)
 
 
+def _through_jax(operation: str, q: Any, *operands: Any, **keywords: Any) -> Any:
+    """A call with JAX arrays, which may be traced: an operation of XLA. `q` shows that JAX is loaded."""
+    for name, refused, why in (
+        ("out", None, "results are fresh arrays"),
+        ("lse", None, "results are fresh arrays; ask for it with return_lse=True"),
+        ("stream", None, "XLA chooses the stream"),
+        ("check_values", False, "a program of XLA cannot raise; check NumPy copies"),
+    ):
+        value = keywords.pop(name)
+        if value is not refused and (refused is None or host_bool(value, name)):
+            raise ValueError(f"{name}: expected {refused} with JAX arrays ({why}), got {type(value).__name__}")
+    from .integrations import jax
+
+    return getattr(jax, operation)(q, *operands, **keywords)
+
+
 def ragged_flash_attention(
     q: Any,
     k: Any,
@@ -91,17 +107,35 @@ def ragged_flash_attention(
             it, bad offsets give an unspecified result but touch no memory outside the tensors.
 
     Returns:
-        ``out``, or ``(out, lse)``. New tensors are of q's framework, on q's device.
+        ``out``, or ``(out, lse)``. New tensors are of q's framework, on q's device. JAX arrays, traced ones too, become
+        a call of XLA's (:mod:`ragged_attention.integrations.jax`): without out, lse, stream and check_values.
 
     Raises:
         ValueError: a shape, stride or value that is not accepted; the message names the argument.
         TypeError: a dtype that is not accepted, or an object that is no tensor.
-        NotImplementedError: nothing on this device runs it (see :func:`supports`), a tensor requires grad while grad
-            mode is on, or q is a JAX array.
+        NotImplementedError: nothing on this device runs it (see :func:`supports`), or a tensor requires grad while grad
+            mode is on.
         CudaError: the driver or runtime failed.
     """
     check_mask_name(mask_str)
     framework = framework_of(q, "q")
+    if framework.name == "JAX":
+        return _through_jax(
+            "ragged_flash_attention",
+            q,
+            k,
+            v,
+            input_row_offsets,
+            q_max_seq_len,
+            mask_str=mask_str,
+            local_window_size=local_window_size,
+            scale=scale,
+            out=out,
+            lse=lse,
+            return_lse=return_lse,
+            stream=stream,
+            check_values=check_values,
+        )
     refuse_pending({"q": q, "k": k, "v": v, "input_row_offsets": input_row_offsets, "out": out, "lse": lse})
     handle = _stream_handle(framework, q, stream)
     if out is None:
@@ -191,16 +225,42 @@ def qsa_sparse_attention(
             does not exist, counts as not listed.
 
     Returns:
-        ``out``, or ``(out, lse)``. New tensors are of q's framework, on q's device.
+        ``out``, or ``(out, lse)``. New tensors are of q's framework, on q's device. JAX arrays, traced ones too, become
+        a call of XLA's (:mod:`ragged_attention.integrations.jax`): without out, lse, stream and check_values.
 
     Raises:
         ValueError: a shape, stride or value that is not accepted; the message names the argument.
         TypeError: a dtype that is not accepted, or an object that is no tensor.
-        NotImplementedError: nothing on this device runs it (see :func:`supports`), a tensor requires grad while grad
-            mode is on, or q is a JAX array.
+        NotImplementedError: nothing on this device runs it (see :func:`supports`), or a tensor requires grad while grad
+            mode is on.
         CudaError: the driver or runtime failed.
     """
     framework = framework_of(q, "q")
+    if framework.name == "JAX":
+        return _through_jax(
+            "qsa_sparse_attention",
+            q,
+            input_row_offsets,
+            kv_blocks,
+            cache_lengths,
+            kv_lookup_table,
+            layer_idx,
+            token_indices,
+            counts,
+            page_stride=page_stride,
+            max_prompt_length=max_prompt_length,
+            max_cache_length=max_cache_length,
+            scale=scale,
+            group=group,
+            warps=warps,
+            unroll=unroll,
+            out=out,
+            out_dtype=out_dtype,
+            lse=lse,
+            return_lse=return_lse,
+            stream=stream,
+            check_values=check_values,
+        )
     refuse_pending(
         {
             "q": q,

@@ -879,16 +879,6 @@ def test_a_framework_known_only_by_dlpack_needs_out_and_lse(framework, rng, op):
     assert_all_same_bits(map(framework.numpy, (out, lse)), case.run(framework), "through DLPack alone")
 
 
-@each_op
-def test_a_jax_query_is_refused_with_the_way_out(rng, op):
-    jax = pytest.importorskip("jax", reason="jax is not installed")
-    if not hasattr(ragged_attention, "integrations"):
-        case = BASES[op](rng)
-        tensors = {name: jax.numpy.asarray(case.array(name)) for name in TENSORS[op]}
-        with pytest.raises(NotImplementedError, match=r"(?i)jax.*ffi"):
-            getattr(ragged_attention, op)(**tensors, **case.parameters)
-
-
 @pytest.mark.parametrize("dtype", FLOAT_DTYPES)
 @each_op
 def test_every_float_dtype_is_accepted(framework, rng, op, dtype):

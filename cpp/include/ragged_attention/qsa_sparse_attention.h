@@ -33,4 +33,7 @@ struct QsaSparseAttentionArguments {
 // Checks everything the host can see, then enqueues the work on `stream` (CUDA) or does it (CPU).
 void qsa_sparse_attention(const QsaSparseAttentionArguments& arguments);
 
+// The checks alone: of shapes, dtypes and parameters that a compiler knows before there is memory.
+void check_qsa_sparse_attention(const QsaSparseAttentionArguments& arguments);
+
 }  // namespace ragged_attention

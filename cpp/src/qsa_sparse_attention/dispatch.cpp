@@ -8,6 +8,11 @@ namespace ragged_attention {
 
 namespace {
 
+Path path_of(const QsaParams& params, Device device) {
+  return require_support({Operation::kQsaSparseAttention, device, params.dtype, params.head_dim,
+                          params.num_q_heads > 0 ? params.group() : 1});
+}
+
 void check_selection(const QsaParams& params, Device device, void* stream) {
   const SelectionCheck check{params};
   Evidence evidence;
@@ -36,11 +41,14 @@ void check_selection(const QsaParams& params, Device device, void* stream) {
 
 }  // namespace
 
+void check_qsa_sparse_attention(const QsaSparseAttentionArguments& arguments) {
+  path_of(validate(arguments), arguments.q.device);
+}
+
 void qsa_sparse_attention(const QsaSparseAttentionArguments& arguments) {
   const QsaParams params = validate(arguments);
   const Device device = arguments.q.device;
-  const Path path = require_support({Operation::kQsaSparseAttention, device, params.dtype, params.head_dim,
-                                     params.num_q_heads > 0 ? params.group() : 1});
+  const Path path = path_of(params, device);
   if (path == Path::kCpu && (arguments.warps || arguments.unroll)) {
     throw ValueError(std::string(arguments.warps ? "warps" : "unroll") +
                      ": expected None with CPU tensors (it forces a CUDA kernel), got " +
