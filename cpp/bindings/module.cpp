@@ -42,7 +42,7 @@ class Operands {
   void* stream() const { return reinterpret_cast<void*>(stream_.value_or(0)); }
 
  private:
-  static constexpr int kMost = 10;
+  static constexpr int kMost = 10;  // of any operation
 
   ra::TensorView add(nb::handle object, const char* name, ra::Access access) {
     if constexpr (given == Given::kDescriptions) {
@@ -118,6 +118,27 @@ void qsa_sparse_attention(nb::handle q, nb::handle input_row_offsets, nb::handle
   if constexpr (given == Given::kDescriptions) return ra::check_qsa_sparse_attention(arguments);
   const nb::gil_scoped_release release;
   ra::qsa_sparse_attention(arguments);
+}
+
+void qsa_sparse_paged_attention(nb::handle q, nb::handle k_cache, nb::handle v_cache, nb::handle logical_indices,
+                                nb::handle block_table, nb::handle token_to_req, nb::handle query_start_loc,
+                                nb::handle seq_lens, nb::handle out, std::optional<double> scale,
+                                std::optional<std::uintptr_t> stream) {
+  Operands<Given::kTensors> operands(stream);
+  ra::QsaSparsePagedAttentionArguments arguments;
+  arguments.q = operands.read(q, "q");
+  arguments.k_cache = operands.read(k_cache, "k_cache");
+  arguments.v_cache = operands.read(v_cache, "v_cache");
+  arguments.logical_indices = operands.read(logical_indices, "logical_indices");
+  arguments.block_table = operands.read(block_table, "block_table");
+  if (!token_to_req.is_none()) arguments.token_to_req = operands.read(token_to_req, "token_to_req");
+  if (!query_start_loc.is_none()) arguments.query_start_loc = operands.read(query_start_loc, "query_start_loc");
+  if (!seq_lens.is_none()) arguments.seq_lens = operands.read(seq_lens, "seq_lens");
+  arguments.out = operands.write(out, "out");
+  arguments.scale = scale;
+  arguments.stream = operands.stream();
+  const nb::gil_scoped_release release;
+  ra::qsa_sparse_paged_attention(arguments);
 }
 
 ra::DType dtype_named(const std::string& name) {
@@ -215,6 +236,9 @@ NB_MODULE(_C, m) {
   };
   define_qsa("qsa_sparse_attention", &qsa_sparse_attention<Given::kTensors>);
   define_qsa("check_qsa_sparse_attention", &qsa_sparse_attention<Given::kDescriptions>);
+  m.def("qsa_sparse_paged_attention", &qsa_sparse_paged_attention, "q"_a.none(), "k_cache"_a.none(), "v_cache"_a.none(),
+        "logical_indices"_a.none(), "block_table"_a.none(), "token_to_req"_a.none(), "query_start_loc"_a.none(),
+        "seq_lens"_a.none(), "out"_a.none(), "scale"_a.none(), "stream"_a.none());
   m.def("xla_handlers", &ra::xla_handlers);
   m.def("supports", &supports, "op"_a, "cuda"_a, "device"_a, "dtype"_a, "head_dim"_a, "group"_a);
   m.def("current_stream", &ra::current_stream, "tensor"_a, "device"_a,

@@ -72,6 +72,19 @@ def check_qsa_sparse_attention(
     stream: int | None,
     check_values: bool,
 ) -> None: ...
+def qsa_sparse_paged_attention(
+    q: Any,
+    k_cache: Any,
+    v_cache: Any,
+    logical_indices: Any,
+    block_table: Any,
+    token_to_req: Any,
+    query_start_loc: Any,
+    seq_lens: Any,
+    out: Any,
+    scale: float | None,
+    stream: int | None,
+) -> None: ...
 def supports(op: str, cuda: bool, device: int, dtype: str, head_dim: int, group: int) -> tuple[bool, str, str]: ...
 def current_stream(tensor: Any, device: int) -> int | None: ...
 def xla_handlers() -> list[tuple[str, str, Any]]: ...

@@ -23,7 +23,7 @@ def check_mask_name(mask_str: str) -> None:
         raise ValueError(f"mask_str: expected one of {', '.join(map(repr, MASKS))}, got {mask_str!r}")
 
 
-def _stream_handle(framework: Framework, q: Any, stream: Any) -> int | None:
+def stream_handle(framework: Framework, q: Any, stream: Any) -> int | None:
     """The handle the work is enqueued on; None with CPU tensors."""
     if not framework.is_cuda(q):
         if stream is not None:
@@ -137,7 +137,7 @@ def ragged_flash_attention(
             check_values=check_values,
         )
     refuse_pending({"q": q, "k": k, "v": v, "input_row_offsets": input_row_offsets, "out": out, "lse": lse})
-    handle = _stream_handle(framework, q, stream)
+    handle = stream_handle(framework, q, stream)
     if out is None:
         out = framework.empty(q, 3, None, "out")
     return_lse, check_values = host_bool(return_lse, "return_lse"), host_bool(check_values, "check_values")
@@ -274,7 +274,7 @@ def qsa_sparse_attention(
             "lse": lse,
         }
     )
-    handle = _stream_handle(framework, q, stream)
+    handle = stream_handle(framework, q, stream)
     dtype = None if out_dtype is None else dtype_name(out_dtype, "out_dtype")
     if out is None:
         out = framework.empty(q, 3, dtype, "out")
