@@ -134,11 +134,11 @@ TensorView packed_view(void* data, DType dtype, Device device, std::int64_t rank
   view.dtype = dtype;
   view.device = device;
   view.rank = static_cast<int>(std::min<std::int64_t>(rank, TensorView::kMaxRank + 1));
-  std::int64_t step = 1;
+  std::uint64_t step = 1;  // unsigned: a shape that is only described may be larger than any memory
   for (int i = std::min(view.rank, TensorView::kMaxRank) - 1; i >= 0; --i) {
     view.shape[i] = shape[i];
-    view.strides[i] = step;
-    step *= shape[i];
+    view.strides[i] = static_cast<std::int64_t>(step);
+    step *= static_cast<std::uint64_t>(shape[i]);
   }
   return view;
 }

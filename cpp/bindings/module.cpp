@@ -48,8 +48,11 @@ class Operands {
     if constexpr (given == Given::kDescriptions) {
       ra::TensorView view = ra::described_tensor(object, name);
       view.data = reinterpret_cast<void*>(address_);  // never followed; apart from each other, as the checks want it
-      if (view.rank > ra::TensorView::kMaxRank) return view;  // refused for its rank
-      address_ += 256 * (static_cast<std::uintptr_t>(view.num_elements() * view.dtype.bytes()) / 256 + 1);
+      auto bytes = static_cast<std::uintptr_t>(view.dtype.bytes());
+      for (int i = 0; i < view.rank && i < ra::TensorView::kMaxRank; ++i) {
+        bytes *= static_cast<std::uintptr_t>(view.shape[i]);
+      }
+      address_ += (bytes / 256 + 1) * 256;
       return view;
     }
     operands_[size_] = ra::import_tensor(object, name, access, stream_);

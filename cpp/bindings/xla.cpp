@@ -177,9 +177,8 @@ xla::Error* error(const xla::CallFrame& frame, xla::ErrorCode code, const char* 
 // one that it has given up. What is used here is the same in all of them: the answer is the version of the asker.
 xla::Error* answer(const xla::CallFrame& frame) {
   xla::Metadata& metadata = *reinterpret_cast<xla::MetadataExtension*>(frame.extension_start)->metadata;
-  const int asked = frame.api->version.minor_version;
-  metadata.version.major_version = xla::kMajorVersion;
-  metadata.version.minor_version = std::min(asked, xla::kNewestMinorVersion);
+  const int minor = std::min(frame.api->version.minor_version, xla::kNewestMinorVersion);
+  metadata.version = {sizeof(metadata.version), nullptr, xla::kMajorVersion, minor};
   metadata.traits = xla::kCommandBufferCompatible;
   return nullptr;
 }

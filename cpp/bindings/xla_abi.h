@@ -128,14 +128,12 @@ struct Api {
   Error* (*device_ordinal_get)(DeviceOrdinalGetArguments* arguments);
 };
 
-enum Stage : int { kExecute = 3 };
-
 struct CallFrame {
   std::size_t struct_size;
   Extension* extension_start;
   const Api* api;
   Context* context;
-  Stage stage;
+  int stage;  // always the execution: no handler is given for another
   Operands arguments;
   Operands results;
   Attributes attributes;

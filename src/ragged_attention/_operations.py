@@ -23,6 +23,22 @@ def check_mask_name(mask_str: str) -> None:
         raise ValueError(f"mask_str: expected one of {', '.join(map(repr, MASKS))}, got {mask_str!r}")
 
 
+def _through_jax(operation: str, q: Any, *operands: Any, **keywords: Any) -> Any:
+    """A call with JAX arrays, which may be traced: an operation of XLA. `q` shows that JAX is loaded."""
+    for name, refused, why in (
+        ("out", None, "results are fresh arrays"),
+        ("lse", None, "results are fresh arrays; ask for it with return_lse=True"),
+        ("stream", None, "XLA chooses the stream"),
+        ("check_values", False, "a program of XLA cannot raise; check NumPy copies"),
+    ):
+        value = keywords.pop(name)
+        if value is not refused and (refused is None or host_bool(value, name)):
+            raise ValueError(f"{name}: expected {refused} with JAX arrays ({why}), got {type(value).__name__}")
+    from .integrations import jax
+
+    return getattr(jax, operation)(q, *operands, **keywords)
+
+
 def stream_handle(framework: Framework, q: Any, stream: Any) -> int | None:
     """The handle the work is enqueued on; None with CPU tensors."""
     if not framework.is_cuda(q):
@@ -43,22 +59,6 @@ def _record_streams(results: list[Any], stream: int | None) -> None:
         framework = framework_of(result, "out")
         if stream is not None and framework.name == "torch" and framework.current_stream(result) != stream:
             framework.record_stream(result, stream)
-
-
-def _through_jax(operation: str, q: Any, *operands: Any, **keywords: Any) -> Any:
-    """A call with JAX arrays, which may be traced: an operation of XLA. `q` shows that JAX is loaded."""
-    for name, refused, why in (
-        ("out", None, "results are fresh arrays"),
-        ("lse", None, "results are fresh arrays; ask for it with return_lse=True"),
-        ("stream", None, "XLA chooses the stream"),
-        ("check_values", False, "a program of XLA cannot raise; check NumPy copies"),
-    ):
-        value = keywords.pop(name)
-        if value is not refused and (refused is None or host_bool(value, name)):
-            raise ValueError(f"{name}: expected {refused} with JAX arrays ({why}), got {type(value).__name__}")
-    from .integrations import jax
-
-    return getattr(jax, operation)(q, *operands, **keywords)
 
 
 def ragged_flash_attention(

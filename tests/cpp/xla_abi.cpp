@@ -98,7 +98,6 @@ SAME(CallFrame, stage, XLA_FFI_CallFrame, stage);
 SAME(CallFrame, arguments, XLA_FFI_CallFrame, args);
 SAME(CallFrame, results, XLA_FFI_CallFrame, rets);
 SAME(CallFrame, attributes, XLA_FFI_CallFrame, attrs);
-VALUE(kExecute, XLA_FFI_ExecutionStage_EXECUTE);
 
 SAME(Metadata, version, XLA_FFI_Metadata, api_version);
 SAME(Metadata, traits, XLA_FFI_Metadata, traits);

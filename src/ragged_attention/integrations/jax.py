@@ -17,7 +17,6 @@ the operands.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -222,10 +221,7 @@ class _Call(NamedTuple):
                 )
 
 
-# jit, so that an eager call too is one look-up and one launch, and is checked once for its shapes.
-@functools.partial(jax.jit, static_argnums=0)
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _launch(call: _Call, *operands: Any) -> Any:
+def _trace(call: _Call, *operands: Any) -> Any:
     call.check(operands)
     varying = getattr(jax.typeof(operands[0]), "vma", None)  # the mesh axes it varies over, inside jax.shard_map
     kinds = tuple(
@@ -242,7 +238,10 @@ def _refuse_gradient(call: _Call, primals: Any, tangents: Any) -> Any:
     )
 
 
-_launch.__wrapped__.defjvp(_refuse_gradient)
+_call_of_xla = jax.custom_jvp(_trace, nondiff_argnums=(0,))
+_call_of_xla.defjvp(_refuse_gradient)
+# jit, so that an eager call too is one look-up and one launch, and is checked once for its shapes.
+_launch = jax.jit(_call_of_xla, static_argnums=0)
 
 
 def _attribute(value: Any) -> Any:
