@@ -292,17 +292,24 @@ def test_refusals_by_name(torch_device, integration):
         with pytest.raises(NotImplementedError, match=r"^dropout: "):
             model.train()(tokens, use_cache=False)
         q = torch.zeros(1, 2, 9, 32, device=tokens.device)
+        offsets = torch.tensor([0, 18], dtype=torch.int32, device=tokens.device)
         attend, module = integration._attention, model.layers[0].self_attn.eval()
-        for name, value in (("softcap", 30.0), ("s_aux", q[0, :, 0, 0]), ("output_attentions", True)):
+        bias = q[0, :, 0, 0]
+        changes = {"softcap": 30.0, "s_aux": bias, "sinks": bias, "position_bias": bias, "output_attentions": True}
+        for name, value in {**changes, "indices": offsets, "block_indices": offsets}.items():
             with pytest.raises(NotImplementedError, match=rf"^{name}: "):
                 attend(module, q, q, q, None, **{name: value})
         with pytest.raises(NotImplementedError, match=r"^sliding_window: "):
             attend(module, q, q, q, None, sliding_window=4, is_causal=False)
-        offsets = torch.tensor([0, 18], dtype=torch.int32, device=tokens.device)
         with pytest.raises(NotImplementedError, match=r"^cu_seq_lens_q: "):
             attend(module, q.expand(2, -1, -1, -1), *[q.expand(2, -1, -1, -1)] * 2, None, cu_seq_lens_q=offsets)
     with pytest.raises(NotImplementedError, match="grad"):
         model.eval()(tokens, use_cache=False)
+    from transformers import BartConfig, BartModel
+
+    sizes = {f"{part}_{name}": 1 for part in ("encoder", "decoder") for name in ("layers", "attention_heads")}
+    with pytest.raises(NotImplementedError, match=r"^model: .*decoder"):
+        integration.set_attention(BartModel(BartConfig(vocab_size=50, d_model=8, **sizes)))
     with pytest.raises(TypeError, match=r"^model: "):
         integration.set_attention(torch.nn.Linear(2, 2))
 

@@ -46,7 +46,7 @@ def set_attention(model: transformers.PreTrainedModel) -> None:
 
     Raises:
         TypeError: no model of Transformers.
-        NotImplementedError: a model that has its attention built in.
+        NotImplementedError: a model that has its attention built in, or an encoder with a decoder.
     """
     if not isinstance(model, transformers.PreTrainedModel):
         raise TypeError(f"model: expected a transformers.PreTrainedModel, got {type(model).__name__}")
@@ -56,8 +56,23 @@ def set_attention(model: transformers.PreTrainedModel) -> None:
             raise NotImplementedError(
                 f"model: {type(part).__name__} does not look its attention up by name, so it cannot be given another"
             )
+        if getattr(part.config, "is_encoder_decoder", False):
+            raise NotImplementedError(
+                f"model: {type(part).__name__} is an encoder with a decoder, and there is no cross-attention"
+            )
     for part in parts:
         part.config._attn_implementation = IMPLEMENTATION
+
+
+#: What layers pass beside q, k and v that changes the scores: all that the layers of Transformers 5.24 have.
+_CHANGES_SCORES = {
+    "softcap": "capped scores",
+    "s_aux": "attention sinks",
+    "sinks": "attention sinks",
+    "position_bias": "a bias on the scores",
+    "indices": "a selection of keys",
+    "block_indices": "a selection of keys",
+}
 
 
 def _refuse(argument: str, what: str) -> NotImplementedError:
@@ -73,14 +88,12 @@ def _attention(
     dropout: float = 0.0,
     scaling: float | None = None,
     sliding_window: int | None = None,
-    softcap: float | None = None,
     is_causal: bool | None = None,
-    s_aux: torch.Tensor | None = None,
     cu_seq_lens_q: torch.Tensor | None = None,
     cu_seq_lens_k: torch.Tensor | None = None,
     max_length_q: Any = None,
     output_attentions: bool | None = None,
-    **_others: Any,
+    **others: Any,
 ) -> tuple[torch.Tensor, None]:
     """What Transformers calls in each layer: q, k and v ``[batch, heads, length, head_dim]``.
 
@@ -89,10 +102,9 @@ def _attention(
     batch, _, length, _ = query.shape
     if dropout:
         raise _refuse("dropout", "there is no dropout; call model.eval()")
-    if softcap:
-        raise _refuse("softcap", "capped scores")
-    if s_aux is not None:
-        raise _refuse("s_aux", "attention sinks")
+    for name, what in _CHANGES_SCORES.items():
+        if others.get(name) is not None:
+            raise _refuse(name, what)
     if output_attentions:
         raise _refuse("output_attentions", "weights are never there as a whole")
     if key.shape[2] != length:
