@@ -3,7 +3,6 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
-#include <nanobind/stl/vector.h>
 
 #include "common/cpu_features.h"
 #include "common/thread_pool.h"
