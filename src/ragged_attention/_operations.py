@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, TypeVar, overload
 
 from . import _C
 from ._frameworks import Framework, dtype_name, framework_of, refuse_pending
 from ._host_scalars import host_bool, host_float_or_none, host_int, host_int_or_none
+
+Tensor = TypeVar("Tensor")  # q's own type: results are of its framework
 
 MASKS = (
     "null",
@@ -45,6 +47,26 @@ def _record_streams(results: list[Any], stream: int | None) -> None:
             framework.record_stream(result, stream)
 
 
+# fmt: off
+@overload
+def ragged_flash_attention(
+    q: Tensor, k: Any, v: Any, input_row_offsets: Any, q_max_seq_len: Any = None, *, mask_str: str = "causal",
+    local_window_size: int = -1, scale: Any = None, out: Any = None, lse: None = None,
+    return_lse: Literal[False] = False, stream: int | None = None, check_values: bool = False,
+) -> Tensor: ...
+@overload
+def ragged_flash_attention(
+    q: Tensor, k: Any, v: Any, input_row_offsets: Any, q_max_seq_len: Any = None, *, mask_str: str = "causal",
+    local_window_size: int = -1, scale: Any = None, out: Any = None, lse: Any = None,
+    return_lse: Literal[True], stream: int | None = None, check_values: bool = False,
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def ragged_flash_attention(
+    q: Tensor, k: Any, v: Any, input_row_offsets: Any, q_max_seq_len: Any = None, *, mask_str: str = "causal",
+    local_window_size: int = -1, scale: Any = None, out: Any = None, lse: Any = None,
+    return_lse: bool = False, stream: int | None = None, check_values: bool = False,
+) -> Any: ...
+# fmt: on
 def ragged_flash_attention(
     q: Any,
     k: Any,
@@ -128,6 +150,32 @@ def ragged_flash_attention(
     return out if lse is None else (out, lse)
 
 
+# fmt: off
+@overload
+def qsa_sparse_attention(
+    q: Tensor, input_row_offsets: Any, kv_blocks: Any, cache_lengths: Any, kv_lookup_table: Any, layer_idx: Any,
+    token_indices: Any, counts: Any, *, page_stride: Any = -1, max_prompt_length: Any = None,
+    max_cache_length: Any = None, scale: Any = None, group: int | None = None, warps: int | None = None,
+    unroll: int | None = None, out: Any = None, out_dtype: Any = None, lse: None = None,
+    return_lse: Literal[False] = False, stream: int | None = None, check_values: bool = False,
+) -> Tensor: ...
+@overload
+def qsa_sparse_attention(
+    q: Tensor, input_row_offsets: Any, kv_blocks: Any, cache_lengths: Any, kv_lookup_table: Any, layer_idx: Any,
+    token_indices: Any, counts: Any, *, page_stride: Any = -1, max_prompt_length: Any = None,
+    max_cache_length: Any = None, scale: Any = None, group: int | None = None, warps: int | None = None,
+    unroll: int | None = None, out: Any = None, out_dtype: Any = None, lse: Any = None,
+    return_lse: Literal[True], stream: int | None = None, check_values: bool = False,
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def qsa_sparse_attention(
+    q: Tensor, input_row_offsets: Any, kv_blocks: Any, cache_lengths: Any, kv_lookup_table: Any, layer_idx: Any,
+    token_indices: Any, counts: Any, *, page_stride: Any = -1, max_prompt_length: Any = None,
+    max_cache_length: Any = None, scale: Any = None, group: int | None = None, warps: int | None = None,
+    unroll: int | None = None, out: Any = None, out_dtype: Any = None, lse: Any = None,
+    return_lse: bool = False, stream: int | None = None, check_values: bool = False,
+) -> Any: ...
+# fmt: on
 def qsa_sparse_attention(
     q: Any,
     input_row_offsets: Any,
