@@ -14,9 +14,10 @@ version = release = importlib.metadata.version("ragged-attention")
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 exclude_patterns = ["**/.*"]
 nitpicky = True
+# Names of other projects: nothing is fetched to look them up.
+nitpick_ignore_regex = [("py:.*", r"(numpy|torch|jax|cupy|transformers)\..*")]
 highlight_language = "text"  # of blocks that name none
 
-myst_enable_extensions = ["attrs_inline", "colon_fence"]
 myst_heading_anchors = 3
 
 # The docstrings give shapes and dtypes, which annotations of tensors cannot.
