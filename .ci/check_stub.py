@@ -16,7 +16,7 @@ import ragged_attention._C
 
 STUB = Path(__file__).resolve().parent.parent / "src" / "ragged_attention" / "_C.pyi"
 
-VAGUE = {"object", "object | None", "dict"}  # what nanobind says of nb::handle and nb::dict
+VAGUE = {"object", "object | None", "dict", "list"}  # what nanobind says of nb::handle, nb::dict and nb::list
 
 
 def functions(text: str) -> dict[str, ast.FunctionDef]:

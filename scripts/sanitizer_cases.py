@@ -2,17 +2,24 @@
 """Small calls of both operations, to be run under a memory checker: every buffer exactly as large as it must be.
 
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --error-exitcode 9 python scripts/sanitizer_cases.py
+    python scripts/sanitizer_cases.py --kernels KERNELS.json    # which kernels of the wheel they do not run
 
 The variable is needed: a caching allocator gives every tensor room around it and hides what the checker looks for.
-Results are compared with the reference where the inputs are valid; garbage needs only to be survived.
+Results are compared with the reference where the inputs are valid; garbage needs only to be survived. scripts/sanitize
+runs them under each tool of compute-sanitizer and writes down what it found.
+
+KERNELS.json is what `scripts/check_kernels WHEEL --names KERNELS.json` writes.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import sys
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -41,6 +48,7 @@ PORTABLE_HEAD_DIMS = (40, 88, 120, 136, 200)
 LONG = (260, 1030)
 QSA_HOPPER_HEAD_DIMS = (64, 128, 256)
 LONG_QSA = 131
+DECODED = (3, 20, 40, 100)  # how many CTAs share a row depends on how many rows there are, of 132 multiprocessors
 
 # Partial tiles of every size that a kernel may use, an empty sequence, and rows that no sequence owns at both ends.
 LENGTHS = (1, 0, 63, 65, 130, 7)
@@ -54,14 +62,62 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--no-reference", action="store_true", help="only run; compare nothing")
+    parser.add_argument("--shard", type=shard, default=(1, 1), metavar="I/N", help="every Nth case, from the Ith on")
+    parser.add_argument("--seconds", type=float, help="start no case after so many")
+    parser.add_argument(
+        "--kernels", type=Path, metavar="FILE.json", help="fail where a kernel of this list was not run"
+    )
     arguments = parser.parse_args()
     cases = Cases(arguments.device, compare=not arguments.no_reference)
-    wrong = 0
-    for count, (name, error) in enumerate(cases.run(), start=1):
+    number, of = arguments.shard
+    chosen = list(cases.list())[number - 1 :: of]
+    if arguments.kernels is not None:
+        return missing_kernels(chosen, json.loads(arguments.kernels.read_text(encoding="utf-8")))
+    began = time.monotonic()
+    wrong = count = 0
+    for name, run in chosen:
+        if arguments.seconds is not None and time.monotonic() - began > arguments.seconds:
+            break
+        error = run()
+        count += 1
         wrong += error is not None
         print(f"{count:3} {name}: {error or 'ok'}", flush=True)
-    print(f"{count} cases, {wrong} wrong")
+    print(f"{count} of {len(chosen)} cases, {wrong} wrong")
     return 1 if wrong else 0
+
+
+def shard(text: str) -> tuple[int, int]:
+    number, of = map(int, text.split("/"))
+    if not 1 <= number <= of:
+        raise argparse.ArgumentTypeError(f"expected I/N with 1 <= I <= N, got {text}")
+    return number, of
+
+
+def missing_kernels(cases: list[tuple[str, Run]], names: list[str]) -> int:
+    """By torch's profiler: the names of the kernels that the cases run, held against those that were built."""
+    from torch.profiler import ProfilerActivity, profile
+
+    torch.zeros(1, device="cuda")
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        for _, run in cases:
+            run()
+        torch.cuda.synchronize()
+    run_names = {short(event.key) for event in profiler.key_averages()}
+    missing = sorted(set(names) - run_names)
+    print(f"{len(names) - len(missing)} of {len(names)} kernels run by {len(cases)} cases")
+    for name in missing:
+        print(f"  not run: {name}")
+    return 1 if missing else 0
+
+
+def short(name: str) -> str:
+    """A demangled name as check_kernels has it."""
+    for noise in ("ragged_attention::", "(anonymous namespace)::", "void "):
+        name = name.replace(noise, "")
+    return name
+
+
+Run = Callable[[], "str | None"]  # what is wrong, if anything
 
 
 class Cases:
@@ -70,14 +126,27 @@ class Cases:
         self.compare = compare
         self.rng = np.random.default_rng(1)
 
-    def run(self) -> Iterator[tuple[str, str | None]]:
+    def list(self) -> Iterator[tuple[str, Run]]:
+        """Every kernel at least once. Each case draws its own numbers: a part of them runs as the whole does."""
+        for number, (name, method, arguments, options) in enumerate(self.table()):
+
+            def run(
+                number: int = number, method: Any = method, arguments: Any = arguments, options: Any = options
+            ) -> str | None:
+                self.rng = np.random.default_rng(number)
+                return method(*arguments, **options)  # type: ignore[no-any-return]
+
+            yield name, run
+
+    def table(self) -> Iterator[tuple[str, Any, tuple[Any, ...], dict[str, Any]]]:
+        """Name, method, its arguments and options."""
         for dtype, head_dim in itertools.product(DTYPES, HEAD_DIMS):
             # Every mask with the head dims that have kernels of their own, two of them with the rest.
             masks = MASKS if head_dim in (80, 128) else (MASKS[0], MASKS[2])
             for mask, window in masks:
-                yield f"ragged {dtype} D {head_dim} {mask}", self.ragged(dtype, head_dim, mask, window)
+                yield f"ragged {dtype} D {head_dim} {mask}", self.ragged, (dtype, head_dim, mask, window), {}
             for heads in ((24, 2), (3, 3)):
-                yield f"qsa {dtype} D {head_dim} heads {heads[0]}/{heads[1]}", self.qsa(dtype, head_dim, heads)
+                yield f"qsa {dtype} D {head_dim} heads {heads[0]}/{heads[1]}", self.qsa, (dtype, head_dim, heads), {}
         for dtype, head_dim in itertools.product(DTYPES[1:], HOPPER_HEAD_DIMS):
             # Tiny sequences (up to 16 rows), the short and the long kernel in one call, each with as few heads as show
             # that they are told apart.
@@ -85,27 +154,64 @@ class Cases:
             for mask, window in (MASKS[1], ("sliding_window_noncausal", 40)):
                 yield (
                     f"ragged {dtype} D {head_dim} {mask}, long and short",
-                    self.ragged(dtype, head_dim, mask, window, lengths, heads=(2, 1)),
+                    self.ragged,
+                    (dtype, head_dim, mask, window, lengths),
+                    {"heads": (2, 1)},
                 )
         for dtype, head_dim in itertools.product(DTYPES[1:], QSA_HOPPER_HEAD_DIMS):
             # A cluster of CTAs for each group of rows, and one CTA; plans, and lists as they stand.
             for twice in (False, True):
                 yield (
                     f"qsa {dtype} D {head_dim}, long and short{', tokens listed twice' * twice}",
-                    self.qsa(dtype, head_dim, (12, 1), rows=(1, 6, 0, LONG_QSA), twice=twice),
+                    self.qsa,
+                    (dtype, head_dim, (12, 1)),
+                    {"rows": (1, 6, 0, LONG_QSA), "twice": twice},
+                )
+            # Sequences of one row and of two, few and many: clusters of every size.
+            for count, new in (*((count, 1) for count in DECODED), (3, 2), (100, 2)):
+                yield (
+                    f"qsa {dtype} D {head_dim}, {count} sequences of {new}",
+                    self.qsa,
+                    (dtype, head_dim, (12, 1)),
+                    {"rows": (new,) * count},
                 )
         for dtype, head_dim in itertools.product(DTYPES[1:], PORTABLE_HEAD_DIMS):
-            yield f"ragged {dtype} D {head_dim}", self.ragged(dtype, head_dim, *MASKS[1])
+            yield f"ragged {dtype} D {head_dim}", self.ragged, (dtype, head_dim, *MASKS[1]), {}
+            yield f"qsa {dtype} D {head_dim}", self.qsa, (dtype, head_dim, (12, 1)), {}
+        for dtype, (warps, unroll) in itertools.product(DTYPES[1:], ((1, 16), (2, 64), (8, 16), (4, 32))):
+            forced = {"warps": warps, "unroll": unroll}
+            yield f"qsa {dtype} D 128 {forced}", self.qsa, (dtype, 128, (20, 1)), {"forced": forced}
         for dtype, head_dim in itertools.product(DTYPES[1:], (64, 128, 256)):  # TMA does not take these
-            yield f"ragged {dtype} D {head_dim} off by one", self.ragged(dtype, head_dim, *MASKS[1], off_by_one=True)
+            yield (
+                f"ragged {dtype} D {head_dim} off by one",
+                self.ragged,
+                (dtype, head_dim, *MASKS[1]),
+                {"off_by_one": True},
+            )
+            yield f"qsa {dtype} D {head_dim} off by one", self.qsa, (dtype, head_dim, (6, 1)), {"off_by_one": True}
         for dtype in DTYPES[1:]:
-            yield f"ragged {dtype} many sequences", self.many_sequences(dtype)
+            yield f"ragged {dtype} many sequences", self.many_sequences, (dtype,), {}
         for dtype in DTYPES:
-            for kind in ("random", "negative", "descending", "past the end"):
-                for head_dim in (64,) if dtype == "float32" else (120, 128):  # portable, and Hopper's own
-                    yield f"ragged {dtype} D {head_dim} offsets {kind}", self.garbage_offsets(dtype, head_dim, kind)
-            for kind in ("indices", "counts", "table", "lengths", "offsets"):
-                yield f"qsa {dtype} garbage in {kind}", self.garbage_qsa(dtype, kind)
+            yield f"{dtype} with check_values", self.checked, (dtype,), {}
+            for integers in ("int32", "uint32", "int64"):
+                for kind in ("random", "negative", "descending", "past the end"):
+                    for head_dim in (64,) if dtype == "float32" else (120, 128):  # portable, and Hopper's own
+                        yield (
+                            f"ragged {dtype} D {head_dim} {integers} offsets {kind}",
+                            self.garbage_offsets,
+                            (dtype, head_dim, kind, integers),
+                            {},
+                        )
+                for kind in ("indices", "counts", "table", "lengths", "offsets", "everything"):
+                    if integers != "int32" and kind in ("indices", "counts"):
+                        continue
+                    for head_dim in (256,) if dtype == "float32" else (200, 256):
+                        yield (
+                            f"qsa {dtype} D {head_dim} garbage in {kind}, {integers}",
+                            self.garbage_qsa,
+                            (dtype, head_dim, kind, integers),
+                            {},
+                        )
 
     def tensor(self, array: np.ndarray, dtype: str | None = None) -> torch.Tensor:
         tensor = torch.from_numpy(np.ascontiguousarray(array))
@@ -190,8 +296,11 @@ class Cases:
         heads: tuple[int, int],
         rows: Sequence[int] = (1, 6, 0, 4),
         twice: bool = False,
+        off_by_one: bool = False,
     ) -> dict[str, Any]:
-        new_rows, cached = rows, (100, 3, 50, PAGES * PAGE_SIZE - 1 - rows[3])
+        new_rows = rows
+        # The last of every four fills its pages to the end, but for one token.
+        cached = [(100, 3, 50, PAGES * PAGE_SIZE - 1 - new)[i % 4] for i, new in enumerate(rows)]
         offsets = np.cumsum([BEFORE, *new_rows]).astype(np.int32)
         total = int(offsets[-1]) + AFTER
         num_pages = len(new_rows) * PAGES + SPARE_PAGES
@@ -207,7 +316,9 @@ class Cases:
                 if twice and row % 3 == 0:
                     indices[row, len(chosen) - 1] = indices[row, 0]
         return {
-            "q": self.normal(dtype, total, heads[0], head_dim),
+            "q": self.normal(dtype, total * heads[0] * head_dim + off_by_one)[int(off_by_one) :].view(
+                total, heads[0], head_dim
+            ),
             "input_row_offsets": offsets,
             "kv_blocks": self.normal(dtype, num_pages, 2, 2, PAGE_SIZE, heads[1], head_dim),
             "cache_lengths": np.array(cached, np.int32),
@@ -216,16 +327,23 @@ class Cases:
             "counts": counts,
         }
 
-    def call_qsa(self, operands: dict[str, Any]) -> Any:
+    def call_qsa(self, operands: dict[str, Any], **more: Any) -> Any:
         tensors = {
             name: self.tensor(operand) if isinstance(operand, np.ndarray) else operand
             for name, operand in operands.items()
         }
-        return ragged_attention.qsa_sparse_attention(**tensors, layer_idx=1, return_lse=True)
+        return ragged_attention.qsa_sparse_attention(**tensors, layer_idx=1, return_lse=True, **more)
 
-    def qsa(self, dtype: str, head_dim: int, heads: tuple[int, int], **options: Any) -> str | None:
+    def qsa(
+        self,
+        dtype: str,
+        head_dim: int,
+        heads: tuple[int, int],
+        forced: dict[str, int] | None = None,
+        **options: Any,
+    ) -> str | None:
         operands = self.qsa_operands(dtype, head_dim, heads, **options)
-        results = self.call_qsa(operands)
+        results = self.call_qsa(operands, **(forced or {}) if self.device == "cuda" else {})
         expected = None
         if self.compare:
             arrays = {
@@ -235,11 +353,36 @@ class Cases:
             expected = reference.qsa_sparse_attention(**arrays, layer_idx=1)
         return self.verdict(results, expected, dtype)
 
-    def garbage_offsets(self, dtype: str, head_dim: int, kind: str) -> str | None:
+    def checked(self, dtype: str) -> str | None:
+        """check_values has kernels of its own: where there is nothing to find, and where there is."""
+        tensors, offsets = self.ragged_operands(dtype, 64)
+        operands = self.qsa_operands(dtype, 64, (6, 1))
+        owned = np.zeros(len(operands["counts"]), bool)
+        owned[operands["input_row_offsets"][0] : operands["input_row_offsets"][-1]] = True
+        operands["counts"] *= owned
+        found = 0
+        for bad in (0, 1000):
+            ends = offsets.copy()
+            ends[-1] += bad
+            lengths = operands["cache_lengths"] - bad
+            for call in (
+                lambda ends=ends: ragged_attention.ragged_flash_attention(
+                    *tensors, self.tensor(ends), check_values=True
+                ),
+                lambda lengths=lengths: self.call_qsa({**operands, "cache_lengths": lengths}, check_values=True),
+            ):
+                try:
+                    call()
+                except ValueError:
+                    found += 1
+        self.synchronize()
+        return None if found == 2 else f"check_values found something in {found} of 2 bad calls"
+
+    def garbage_offsets(self, dtype: str, head_dim: int, kind: str, integers: str) -> str | None:
         tensors, offsets = self.ragged_operands(dtype, head_dim)
         total = len(tensors[0])
         garbage = {
-            "random": self.rng.integers(-(2**31), 2**31, len(offsets)),
+            "random": self.random_integers(integers, offsets.shape),
             "negative": offsets - total,
             "descending": offsets[::-1],
             "past the end": offsets + total // 2,
@@ -247,7 +390,7 @@ class Cases:
         for mask, window in (MASKS[0], MASKS[1], MASKS[2]):
             ragged_attention.ragged_flash_attention(
                 *tensors,
-                self.tensor(garbage.astype(np.int32)),
+                self.tensor(garbage.astype(integers)),
                 mask_str=mask,
                 local_window_size=window,
                 return_lse=True,
@@ -255,19 +398,25 @@ class Cases:
         self.synchronize()
         return None
 
-    def garbage_qsa(self, dtype: str, kind: str) -> str | None:
-        operands = self.qsa_operands(dtype, 256, (24, 2))
-        name = {
+    def garbage_qsa(self, dtype: str, head_dim: int, kind: str, integers: str) -> str | None:
+        operands = self.qsa_operands(dtype, head_dim, (24, 2))
+        names = {
             "indices": "token_indices",
             "counts": "counts",
             "table": "kv_lookup_table",
             "lengths": "cache_lengths",
             "offsets": "input_row_offsets",
-        }[kind]
-        operands[name] = self.rng.integers(-(2**31), 2**31, operands[name].shape).astype(np.int32)
+        }
+        for name in names.values() if kind == "everything" else (names[kind],):
+            width = "int32" if name in ("token_indices", "counts") else integers
+            operands[name] = self.random_integers(width, operands[name].shape)
         self.call_qsa(operands)
         self.synchronize()
         return None
+
+    def random_integers(self, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
+        limits = np.iinfo(dtype)
+        return self.rng.integers(limits.min, limits.max, shape, dtype=dtype, endpoint=True)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,11 @@
 #include "import_tensor.h"
 
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <string>
+#include <vector>
 
 #include "ragged_attention/error.h"
 
@@ -91,7 +94,28 @@ TensorView view_of(const nb::dlpack::dltensor& tensor) {
       [&](std::size_t i) { return tensor.shape[i]; }, [&](std::size_t i) { return strides[i]; });
 }
 
-std::string class_name(nb::handle object) { return nb::cast<std::string>(object.type().attr("__name__")); }
+// The text of an object as it fits into a message: not of any length, and with whatever UTF-8 has no code for escaped.
+std::string text_of(nb::handle object) {
+  constexpr Py_ssize_t kLongest = 200;
+  const nb::object text = nb::steal(PyObject_Str(object.ptr()));
+  const nb::object head = nb::steal(text.is_valid() ? PyUnicode_Substring(text.ptr(), 0, kLongest) : nullptr);
+  const nb::object bytes =
+      nb::steal(head.is_valid() ? PyUnicode_AsEncodedString(head.ptr(), "utf-8", "backslashreplace") : nullptr);
+  if (!bytes.is_valid()) {
+    PyErr_Clear();
+    return "(an object without a text)";
+  }
+  return PyBytes_AsString(bytes.ptr());
+}
+
+std::string class_name(nb::handle object) { return text_of(object.type().attr("__name__")); }
+
+// An exception by its class and words, without its traceback. What is no Exception (KeyboardInterrupt) goes on.
+std::string reason_of(const nb::python_error& error) {
+  if (!error.matches(PyExc_Exception)) throw error;
+  const std::string text = text_of(error.value());
+  return class_name(error.value()) + (text.empty() ? "" : ": " + text);
+}
 
 [[noreturn]] void no_tensor(nb::handle object, const char* name, const std::string& why = "") {
   const bool none = object.is_none();
@@ -125,6 +149,40 @@ nb::object capsule_of(nb::handle object, std::optional<std::uintptr_t> stream) {
 
 }  // namespace
 
+TensorView packed_view(void* data, DType dtype, Device device, std::int64_t rank, const std::int64_t* shape) {
+  TensorView view;
+  view.data = data;
+  view.dtype = dtype;
+  view.device = device;
+  view.rank = static_cast<int>(std::min<std::int64_t>(rank, TensorView::kMaxRank + 1));
+  std::uint64_t step = 1;  // unsigned: a shape that is only described may be larger than any memory
+  for (int i = std::min(view.rank, TensorView::kMaxRank) - 1; i >= 0; --i) {
+    view.shape[i] = shape[i];
+    view.strides[i] = static_cast<std::int64_t>(step);
+    step *= static_cast<std::uint64_t>(shape[i]);
+  }
+  return view;
+}
+
+TensorView described_tensor(nb::handle object, const char* name) {
+  struct Named {
+    const char* name;
+    DType dtype;
+  };
+  static constexpr Named kDTypes[] = {
+      {"bool", {6, 8, 1}},     {"int8", {0, 8, 1}},   {"int16", {0, 16, 1}},  {"int32", kInt32},
+      {"int64", kInt64},       {"uint8", {1, 8, 1}},  {"uint16", {1, 16, 1}}, {"uint32", kUInt32},
+      {"uint64", {1, 64, 1}},  {"float16", kFloat16}, {"float32", kFloat32},  {"float64", {2, 64, 1}},
+      {"bfloat16", kBFloat16},
+  };
+  const auto shape = nb::cast<std::vector<std::int64_t>>(nb::object(object[0]));
+  const auto dtype = nb::cast<std::string>(nb::object(object[1]));
+  const auto* const known = std::find_if(std::begin(kDTypes), std::end(kDTypes),
+                                         [&](const Named& candidate) { return dtype == candidate.name; });
+  if (known == std::end(kDTypes)) throw TypeError(std::string(name) + ": got a tensor of dtype " + dtype);
+  return packed_view(nullptr, known->dtype, {}, static_cast<std::int64_t>(shape.size()), shape.data());
+}
+
 std::optional<std::uintptr_t> current_stream(nb::handle object, std::int32_t device) {
   const ExchangeApi* api = exchange_api(object);
   if (api == nullptr || api->current_work_stream == nullptr) return std::nullopt;
@@ -140,7 +198,7 @@ ImportedTensor import_tensor(nb::handle object, const char* name, Access access,
     nb::dlpack::dltensor tensor;
     if (api->dltensor_from_py_object_no_sync(object.ptr(), &tensor) != 0) {
       const nb::python_error error;
-      no_tensor(object, name, error.what());
+      no_tensor(object, name, reason_of(error));
     }
     result.view = view_of(tensor);
     return result;
@@ -163,7 +221,7 @@ ImportedTensor import_tensor(nb::handle object, const char* name, Access access,
       no_tensor(object, name);
     }
   } catch (const nb::python_error& error) {
-    no_tensor(object, name, error.what());
+    no_tensor(object, name, reason_of(error));
   } catch (const nb::cast_error&) {
     no_tensor(object, name, "its __dlpack_device__() gave no pair of integers");
   }
@@ -171,7 +229,7 @@ ImportedTensor import_tensor(nb::handle object, const char* name, Access access,
   bool read_only = false;
   if (!nb::try_cast(source, result.owner, false)) {
     PyErr_Clear();  // the reason, in NumPy's words; ours names the argument
-    no_tensor(object, name, numpy ? "dtype " + nb::cast<std::string>(object.attr("dtype").attr("__str__")()) : "");
+    no_tensor(object, name, numpy ? "dtype " + text_of(object.attr("dtype")) : "");
   }
   if (access == Access::kWrite) {
     if (numpy) {
@@ -182,7 +240,7 @@ ImportedTensor import_tensor(nb::handle object, const char* name, Access access,
       try {
         read_only = !nb::try_cast(capsule_of(object, stream), writable, false);
       } catch (const nb::python_error& error) {
-        no_tensor(object, name, error.what());
+        no_tensor(object, name, reason_of(error));
       } catch (const nb::cast_error&) {
         no_tensor(object, name, "its __dlpack_device__() gave no pair of integers");
       }

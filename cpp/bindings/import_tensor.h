@@ -24,6 +24,13 @@ struct ImportedTensor {
 ImportedTensor import_tensor(nanobind::handle object, const char* name, Access access,
                              std::optional<std::uintptr_t> stream);
 
+// A tensor in row-major order.
+TensorView packed_view(void* data, DType dtype, Device device, std::int64_t rank, const std::int64_t* shape);
+
+// A packed tensor without memory from (shape, name of the dtype). Throws TypeError where the dtype is none that DLPack
+// frameworks share.
+TensorView described_tensor(nanobind::handle object, const char* name);
+
 // The current stream of the object's framework on this device, if the framework has DLPack's C exchange API.
 std::optional<std::uintptr_t> current_stream(nanobind::handle object, std::int32_t device);
 

@@ -9,9 +9,9 @@ Two operations, on NVIDIA GPUs and on the CPU, chosen by where the tensors are:
 """
 
 from . import reference
-from ._C import CudaError, num_threads, set_num_threads
+from ._C import CudaError
 from ._operations import qsa_sparse_attention, ragged_flash_attention
-from ._support import Support, build_info, supports
+from ._support import Support, build_info, num_threads, set_num_threads, supports
 
 __version__ = build_info()["version"]
 

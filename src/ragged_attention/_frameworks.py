@@ -12,12 +12,7 @@ from typing import Any
 import numpy as np
 
 from . import _C
-
-_JAX = (
-    "JAX arrays are not taken yet: results must be fresh arrays under jax.jit, which needs an XLA FFI handler that "
-    "this version does not have. Pass torch, CuPy or NumPy tensors (np.from_dlpack and jax.dlpack convert without a "
-    "copy)"
-)
+from ._host_scalars import described, reason_of
 
 
 class Framework:
@@ -39,7 +34,7 @@ class Framework:
         except Exception as error:
             raise TypeError(
                 f"q: expected a tensor that speaks DLPack, got a {type(q).__name__} whose __dlpack_device__() does not "
-                f"say where it lies: {error}"
+                f"say where it lies: {reason_of(error)}"
             ) from error
 
     def current_stream(self, tensor: Any) -> int:
@@ -122,12 +117,18 @@ class Torch(Framework):
         tensor.record_stream(torch.cuda.ExternalStream(stream, device=tensor.device))
 
 
-_NUMPY, _CUPY, _TORCH, _OTHER = NumPy(), CuPy(), Torch(), Framework()
+class Jax(Framework):
+    """By name alone: XLA allocates, and knows the stream. See integrations/jax.py."""
+
+    name = "JAX"
+
+
+_NUMPY, _CUPY, _TORCH, _JAX, _OTHER = NumPy(), CuPy(), Torch(), Jax(), Framework()
 _KNOWN: dict[type, Framework] = {np.ndarray: _NUMPY}
 
 
 def framework_of(tensor: Any, name: str) -> Framework:
-    """The framework of a tensor by its type; TypeError where it is none, NotImplementedError for JAX."""
+    """The framework of a tensor by its type; TypeError where it is none."""
     known = _KNOWN.get(type(tensor))
     return known if known is not None else _recognise(tensor, name)
 
@@ -139,10 +140,10 @@ def _recognise(tensor: Any, name: str) -> Framework:
         )
     kind = type(tensor)
     roots = {base.__module__.partition(".")[0] for base in kind.__mro__}
-    if roots & {"jax", "jaxlib"}:
-        raise NotImplementedError(f"{name}: {_JAX}")
     if "torch" in roots:
         framework: Framework = _TORCH
+    elif roots & {"jax", "jaxlib"}:
+        framework = _JAX
     elif "cupy" in roots:
         framework = _CUPY
     elif isinstance(tensor, np.ndarray):
@@ -194,15 +195,16 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
 def dtype_name(dtype: Any, name: str) -> str:
     """'float32', 'float16' or 'bfloat16' of a framework's dtype, a NumPy dtype or a string."""
     if isinstance(dtype, str):
-        text = dtype
-    elif type(dtype).__module__.partition(".")[0] == "torch":
-        text = str(dtype)
-    else:
+        text = dtype.removeprefix("torch.")
+    elif isinstance(dtype, (type, np.dtype)):
         try:
             text = np.dtype(dtype).name
         except TypeError:
-            text = repr(dtype)
-    text = text.removeprefix("torch.")
+            text = ""
+    elif type(dtype).__module__.partition(".")[0] == "torch":
+        text = "" if hasattr(dtype, "dtype") else str(dtype).removeprefix("torch.")
+    else:
+        text = ""  # not even asked: an array would be shown with all its values
     if text not in ("float32", "float16", "bfloat16"):
-        raise TypeError(f"{name}: expected float32, float16 or bfloat16, got {text}")
+        raise TypeError(f"{name}: expected float32, float16 or bfloat16, got {text[:80] or described(dtype)}")
     return text

@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+_LONGEST_TEXT = 80  # characters of a string that a message repeats
+
 
 def _host_value(value: Any, name: str, expected: str) -> Any:
     """The element of a one-element host array; anything that is no array as it is."""
@@ -21,7 +23,7 @@ def _host_value(value: Any, name: str, expected: str) -> Any:
         array = value if isinstance(value, np.ndarray) or not on_host else np.from_dlpack(value)
     except Exception as error:
         raise TypeError(
-            f"{name}: expected {expected}, got a {type(value).__name__} that DLPack cannot read: {error}"
+            f"{name}: expected {expected}, got a {type(value).__name__} that DLPack cannot read: {reason_of(error)}"
         ) from error
     if not on_host:
         raise TypeError(
@@ -36,7 +38,7 @@ def _host_value(value: Any, name: str, expected: str) -> Any:
 def host_int(value: Any, name: str) -> int:
     number = value if type(value) is int else _host_int(value, name)
     if not -(2**63) <= number < 2**63:
-        raise ValueError(f"{name}: expected a 64-bit integer, got {number}")
+        raise ValueError(f"{name}: expected a 64-bit integer, got {described(number)}")
     return number
 
 
@@ -48,13 +50,13 @@ def _host_int(value: Any, name: str) -> int:
             raise TypeError
         return operator.index(scalar)
     except TypeError:
-        raise TypeError(f"{name}: expected {expected}, got {_described(value)}") from None
+        raise TypeError(f"{name}: expected {expected}, got {described(value)}") from None
 
 
 def host_bool(value: Any, name: str) -> bool:
     if isinstance(value, (bool, np.bool_)) or (type(value) is int and value in (0, 1)):
         return bool(value)
-    raise TypeError(f"{name}: expected True or False, got {_described(value)}")
+    raise TypeError(f"{name}: expected True or False, got {described(value)}")
 
 
 def host_int_or_none(value: Any, name: str) -> int | None:
@@ -70,12 +72,31 @@ def host_float_or_none(value: Any, name: str) -> float | None:
         if isinstance(scalar, (bool, np.bool_, str, bytes, np.complexfloating)):
             raise TypeError
         return float(scalar)
+    except OverflowError:
+        raise ValueError(f"{name}: expected a finite number, got {described(value)}") from None
     except (TypeError, ValueError):
-        raise TypeError(f"{name}: expected {expected}, got {_described(value)}") from None
+        raise TypeError(f"{name}: expected {expected}, got {described(value)}") from None
 
 
-def _described(value: Any) -> str:
-    if isinstance(value, (bool, int, float, str, bytes)) or value is None:
+def described(value: Any) -> str:
+    """What an error message says was given: short whatever it is, and of no tensor the values.
+
+    Reading a tensor's values could synchronise a device; an integer of thousands of digits has no decimal text.
+    """
+    if isinstance(value, int) and value.bit_length() > 256:
+        return f"an integer of {value.bit_length()} bits"
+    if isinstance(value, (bool, int, float, complex)) or value is None:
         return repr(value)
+    if isinstance(value, (str, bytes)):
+        return repr(value) if len(value) <= _LONGEST_TEXT else f"{value[:_LONGEST_TEXT]!r}..."
     dtype = getattr(value, "dtype", None)
     return type(value).__name__ + (f" of {dtype}" if dtype is not None else "")
+
+
+def reason_of(error: Exception) -> str:
+    """An exception of somebody else's code as a message repeats it: its class and words, in short."""
+    try:
+        text = str(error)
+    except Exception:
+        text = ""
+    return type(error).__name__ + (f": {text[:200]}" if text else "")

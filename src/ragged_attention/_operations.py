@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, TypeVar, overload
 
 from . import _C
 from ._frameworks import Framework, dtype_name, framework_of, refuse_pending
-from ._host_scalars import host_bool, host_float_or_none, host_int, host_int_or_none
+from ._host_scalars import described, host_bool, host_float_or_none, host_int, host_int_or_none
+
+Tensor = TypeVar("Tensor")  # q's own type: results are of its framework
 
 MASKS = (
     "null",
@@ -20,14 +22,30 @@ MASKS = (
 
 def check_mask_name(mask_str: str) -> None:
     if not isinstance(mask_str, str) or mask_str not in MASKS:
-        raise ValueError(f"mask_str: expected one of {', '.join(map(repr, MASKS))}, got {mask_str!r}")
+        raise ValueError(f"mask_str: expected one of {', '.join(map(repr, MASKS))}, got {described(mask_str)}")
 
 
-def _stream_handle(framework: Framework, q: Any, stream: Any) -> int | None:
+def _through_jax(operation: str, q: Any, *operands: Any, **keywords: Any) -> Any:
+    """A call with JAX arrays, which may be traced: an operation of XLA. `q` shows that JAX is loaded."""
+    for name, refused, why in (
+        ("out", None, "results are fresh arrays"),
+        ("lse", None, "results are fresh arrays; ask for it with return_lse=True"),
+        ("stream", None, "XLA chooses the stream"),
+        ("check_values", False, "a program of XLA cannot raise; check NumPy copies"),
+    ):
+        value = keywords.pop(name)
+        if value is not refused and (refused is None or host_bool(value, name)):
+            raise ValueError(f"{name}: expected {refused} with JAX arrays ({why}), got {type(value).__name__}")
+    from .integrations import jax
+
+    return getattr(jax, operation)(q, *operands, **keywords)
+
+
+def stream_handle(framework: Framework, q: Any, stream: Any) -> int | None:
     """The handle the work is enqueued on; None with CPU tensors."""
     if not framework.is_cuda(q):
         if stream is not None:
-            raise ValueError(f"stream: expected None with CPU tensors, got {stream!r}")
+            raise ValueError(f"stream: expected None with CPU tensors, got {described(stream)}")
         return None
     if stream is None:
         return framework.current_stream(q)
@@ -45,6 +63,26 @@ def _record_streams(results: list[Any], stream: int | None) -> None:
             framework.record_stream(result, stream)
 
 
+# fmt: off
+@overload
+def ragged_flash_attention(
+    q: Tensor, k: Any, v: Any, input_row_offsets: Any, q_max_seq_len: Any = None, *, mask_str: str = "causal",
+    local_window_size: int = -1, scale: Any = None, out: Any = None, lse: None = None,
+    return_lse: Literal[False] = False, stream: int | None = None, check_values: bool = False,
+) -> Tensor: ...
+@overload
+def ragged_flash_attention(
+    q: Tensor, k: Any, v: Any, input_row_offsets: Any, q_max_seq_len: Any = None, *, mask_str: str = "causal",
+    local_window_size: int = -1, scale: Any = None, out: Any = None, lse: Any = None,
+    return_lse: Literal[True], stream: int | None = None, check_values: bool = False,
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def ragged_flash_attention(
+    q: Tensor, k: Any, v: Any, input_row_offsets: Any, q_max_seq_len: Any = None, *, mask_str: str = "causal",
+    local_window_size: int = -1, scale: Any = None, out: Any = None, lse: Any = None,
+    return_lse: bool = False, stream: int | None = None, check_values: bool = False,
+) -> Any: ...
+# fmt: on
 def ragged_flash_attention(
     q: Any,
     k: Any,
@@ -91,19 +129,37 @@ def ragged_flash_attention(
             it, bad offsets give an unspecified result but touch no memory outside the tensors.
 
     Returns:
-        ``out``, or ``(out, lse)``. New tensors are of q's framework, on q's device.
+        ``out``, or ``(out, lse)``. New tensors are of q's framework, on q's device. JAX arrays, traced ones too, become
+        a call of XLA's (:mod:`ragged_attention.integrations.jax`): without out, lse, stream and check_values.
 
     Raises:
         ValueError: a shape, stride or value that is not accepted; the message names the argument.
         TypeError: a dtype that is not accepted, or an object that is no tensor.
-        NotImplementedError: nothing on this device runs it (see :func:`supports`), a tensor requires grad while grad
-            mode is on, or q is a JAX array.
+        NotImplementedError: nothing on this device runs it (see :func:`supports`), or a tensor requires grad while grad
+            mode is on.
         CudaError: the driver or runtime failed.
     """
     check_mask_name(mask_str)
     framework = framework_of(q, "q")
+    if framework.name == "JAX":
+        return _through_jax(
+            "ragged_flash_attention",
+            q,
+            k,
+            v,
+            input_row_offsets,
+            q_max_seq_len,
+            mask_str=mask_str,
+            local_window_size=local_window_size,
+            scale=scale,
+            out=out,
+            lse=lse,
+            return_lse=return_lse,
+            stream=stream,
+            check_values=check_values,
+        )
     refuse_pending({"q": q, "k": k, "v": v, "input_row_offsets": input_row_offsets, "out": out, "lse": lse})
-    handle = _stream_handle(framework, q, stream)
+    handle = stream_handle(framework, q, stream)
     if out is None:
         out = framework.empty(q, 3, None, "out")
     return_lse, check_values = host_bool(return_lse, "return_lse"), host_bool(check_values, "check_values")
@@ -128,6 +184,32 @@ def ragged_flash_attention(
     return out if lse is None else (out, lse)
 
 
+# fmt: off
+@overload
+def qsa_sparse_attention(
+    q: Tensor, input_row_offsets: Any, kv_blocks: Any, cache_lengths: Any, kv_lookup_table: Any, layer_idx: Any,
+    token_indices: Any, counts: Any, *, page_stride: Any = -1, max_prompt_length: Any = None,
+    max_cache_length: Any = None, scale: Any = None, group: int | None = None, warps: int | None = None,
+    unroll: int | None = None, out: Any = None, out_dtype: Any = None, lse: None = None,
+    return_lse: Literal[False] = False, stream: int | None = None, check_values: bool = False,
+) -> Tensor: ...
+@overload
+def qsa_sparse_attention(
+    q: Tensor, input_row_offsets: Any, kv_blocks: Any, cache_lengths: Any, kv_lookup_table: Any, layer_idx: Any,
+    token_indices: Any, counts: Any, *, page_stride: Any = -1, max_prompt_length: Any = None,
+    max_cache_length: Any = None, scale: Any = None, group: int | None = None, warps: int | None = None,
+    unroll: int | None = None, out: Any = None, out_dtype: Any = None, lse: Any = None,
+    return_lse: Literal[True], stream: int | None = None, check_values: bool = False,
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def qsa_sparse_attention(
+    q: Tensor, input_row_offsets: Any, kv_blocks: Any, cache_lengths: Any, kv_lookup_table: Any, layer_idx: Any,
+    token_indices: Any, counts: Any, *, page_stride: Any = -1, max_prompt_length: Any = None,
+    max_cache_length: Any = None, scale: Any = None, group: int | None = None, warps: int | None = None,
+    unroll: int | None = None, out: Any = None, out_dtype: Any = None, lse: Any = None,
+    return_lse: bool = False, stream: int | None = None, check_values: bool = False,
+) -> Any: ...
+# fmt: on
 def qsa_sparse_attention(
     q: Any,
     input_row_offsets: Any,
@@ -191,16 +273,42 @@ def qsa_sparse_attention(
             does not exist, counts as not listed.
 
     Returns:
-        ``out``, or ``(out, lse)``. New tensors are of q's framework, on q's device.
+        ``out``, or ``(out, lse)``. New tensors are of q's framework, on q's device. JAX arrays, traced ones too, become
+        a call of XLA's (:mod:`ragged_attention.integrations.jax`): without out, lse, stream and check_values.
 
     Raises:
         ValueError: a shape, stride or value that is not accepted; the message names the argument.
         TypeError: a dtype that is not accepted, or an object that is no tensor.
-        NotImplementedError: nothing on this device runs it (see :func:`supports`), a tensor requires grad while grad
-            mode is on, or q is a JAX array.
+        NotImplementedError: nothing on this device runs it (see :func:`supports`), or a tensor requires grad while grad
+            mode is on.
         CudaError: the driver or runtime failed.
     """
     framework = framework_of(q, "q")
+    if framework.name == "JAX":
+        return _through_jax(
+            "qsa_sparse_attention",
+            q,
+            input_row_offsets,
+            kv_blocks,
+            cache_lengths,
+            kv_lookup_table,
+            layer_idx,
+            token_indices,
+            counts,
+            page_stride=page_stride,
+            max_prompt_length=max_prompt_length,
+            max_cache_length=max_cache_length,
+            scale=scale,
+            group=group,
+            warps=warps,
+            unroll=unroll,
+            out=out,
+            out_dtype=out_dtype,
+            lse=lse,
+            return_lse=return_lse,
+            stream=stream,
+            check_values=check_values,
+        )
     refuse_pending(
         {
             "q": q,
@@ -214,7 +322,7 @@ def qsa_sparse_attention(
             "lse": lse,
         }
     )
-    handle = _stream_handle(framework, q, stream)
+    handle = stream_handle(framework, q, stream)
     dtype = None if out_dtype is None else dtype_name(out_dtype, "out_dtype")
     if out is None:
         out = framework.empty(q, 3, dtype, "out")

@@ -30,7 +30,11 @@ WINDOWED_MASKS = MASKS[2:]
 
 
 def visible_keys(mask_str: str, window: int, i: int, n: int) -> tuple[int, int]:
-    """The keys ``lo <= j < hi`` that query ``i`` of a sequence of length ``n`` sees."""
+    """The keys ``lo <= j < hi`` that query ``i`` of a sequence of length ``n`` sees.
+
+    Raises:
+        ValueError: an unknown mask, a window below 1 where it takes one, or other than -1 where it takes none.
+    """
     if mask_str not in MASKS:
         raise ValueError(f"mask_str is {mask_str!r}; accepted: {', '.join(MASKS)}")
     if mask_str in WINDOWED_MASKS and window < 1:
@@ -65,9 +69,25 @@ def ragged_flash_attention(
     rows: Array | None = None,
     plain: bool = False,
 ) -> tuple[Float64Array, Float64Array]:
-    """Self-attention within each sequence of a ragged batch.
+    """Self-attention within each sequence of a ragged batch: :func:`ragged_attention.ragged_flash_attention`.
 
-    ``q_max_seq_len`` is the operation's hint and changes nothing.
+    Args:
+        q: ``[total_seq_len, num_q_heads, head_dim]``, any floating dtype and any head_dim.
+        k: ``[total_seq_len, num_kv_heads, head_dim]``.
+        v: like k.
+        input_row_offsets: ``[batch + 1]``, any integer dtype.
+        q_max_seq_len: the operation's hint; changes nothing.
+        mask_str: one of ``MASKS``.
+        local_window_size: at least 1 for ``WINDOWED_MASKS``, else -1.
+        scale: ``head_dim ** -0.5`` by default.
+        rows: the rows to compute, in this order; all by default.
+        plain: round the weights and the output to q's dtype.
+
+    Returns:
+        ``(out, lse)`` in float64, ``[len(rows), num_q_heads, head_dim]`` and ``[len(rows), num_q_heads]``.
+
+    Raises:
+        ValueError: what :func:`visible_keys` refuses, or query heads that are no multiple of the key/value heads.
     """
     total, num_q_heads, head_dim = q.shape
     group = _group(num_q_heads, k.shape[1])
@@ -105,13 +125,32 @@ def qsa_sparse_attention(
     rows: Array | None = None,
     plain: bool = False,
 ) -> tuple[Float64Array, Float64Array]:
-    """Attention of every row over the tokens that its list names, in a paged KV cache.
+    """Attention of every row over the tokens that its list names: :func:`ragged_attention.qsa_sparse_attention`.
 
     With an explicit ``page_stride`` the caller's ``kv_blocks`` is taken as a window onto a larger buffer and elements
     are read at the address that the contract gives, outside the window where the stride leads there: the memory must
     be the caller's (``kv_blocks`` a view of an array that covers the span), or the process reads foreign memory.
 
-    ``out_dtype`` matters only with ``plain=True``: what the output is rounded to (by default q's dtype).
+    Args:
+        q: ``[total_q, num_q_heads, head_dim]``, any floating dtype and any head_dim.
+        input_row_offsets: ``[batch + 1]``, any integer dtype, as all that follow.
+        kv_blocks: ``[num_pages, 2, num_layers, page_size, num_kv_heads, head_dim]``.
+        cache_lengths: ``[batch]``.
+        kv_lookup_table: ``[batch, max_pages]``.
+        layer_idx: the layer of kv_blocks.
+        token_indices: ``[total_q, selection_width]``.
+        counts: ``[total_q]``.
+        page_stride: elements from one page to the next; -1 takes kv_blocks' own strides.
+        scale: ``head_dim ** -0.5`` by default.
+        out_dtype: what ``plain=True`` rounds the output to; q's dtype by default.
+        rows: the rows to compute, in this order; all by default.
+        plain: round the weights to q's dtype and the output to out_dtype.
+
+    Returns:
+        ``(out, lse)`` in float64, ``[len(rows), num_q_heads, head_dim]`` and ``[len(rows), num_q_heads]``.
+
+    Raises:
+        ValueError: a page_stride below one packed page, or query heads that are no multiple of the key/value heads.
     """
     total, num_q_heads, head_dim = q.shape
     group = _group(num_q_heads, kv_blocks.shape[4])

@@ -55,12 +55,12 @@ class Case:
         return self.array("q").shape
 
     def tensors(self, framework: Framework) -> dict[str, Any]:
-        return {name: framework.tensor(operand) for name, operand in self.operands.items()}
+        return {name: framework.operand(name, operand) for name, operand in self.operands.items()}
 
     def call(self, framework: Framework, **extra: Any) -> Any:
         """The bare call, as a user writes it. Extra arguments may replace operands."""
         # Only what is not replaced becomes a tensor: a copy to the device would synchronise, and break a capture.
-        tensors = {name: framework.tensor(operand) for name, operand in self.operands.items() if name not in extra}
+        tensors = {n: framework.operand(n, operand) for n, operand in self.operands.items() if n not in extra}
         arguments: dict[str, Any] = {**tensors, **self.parameters, **extra}
         return getattr(ragged_attention, self.op)(**arguments)
 

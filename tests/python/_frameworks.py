@@ -65,6 +65,8 @@ class Framework:
     device: str  # "cpu" or "cuda"
     xp: Any = field(repr=False)
 
+    q_offset = 0  # elements by which queries are off their alignment
+
     def __str__(self) -> str:
         return f"{self.name}-{self.device}"
 
@@ -77,6 +79,10 @@ class Framework:
         if isinstance(source, Strided):
             return self._view(self._contiguous(source.buffer), source)
         return self._contiguous(source)
+
+    def operand(self, name: str, source: Array | Strided) -> Any:
+        """The tensor that a call gets as this argument."""
+        return self.tensor(source)
 
     def full(self, shape: tuple[int, ...], dtype: str, value: float = np.nan) -> Any:
         return self.tensor(np.full(shape, value, numpy_dtype(dtype)))
@@ -114,7 +120,7 @@ class Torch(Framework):
     def _view(self, buffer: Any, view: Strided) -> Any:
         if min(view.strides, default=0) < 0:
             pytest.skip("torch has no negative strides")
-        return buffer.as_strided(view.shape, view.strides, view.offset)
+        return buffer.as_strided(view.shape, view.strides, buffer.storage_offset() + view.offset)
 
     def numpy(self, tensor: Any) -> Array:
         tensor = tensor.detach().cpu()
@@ -128,6 +134,24 @@ class Torch(Framework):
     def synchronize(self) -> None:
         if not self.on_cpu:
             self.xp.cuda.synchronize()
+
+
+class PortableTorch(Torch):
+    """torch on a Hopper GPU, with queries that its own kernels do not take: the portable ones run."""
+
+    q_offset = 1
+
+    def operand(self, name: str, source: Array | Strided) -> Any:
+        if name != "q":
+            return self.tensor(source)
+        if isinstance(source, Strided):
+            return self._view(self._off_by_one(source.buffer), source)
+        return self._off_by_one(source)
+
+    def _off_by_one(self, array: Array) -> Any:
+        """A base that is aligned to nothing but its own element."""
+        buffer = self._contiguous(np.concatenate([np.zeros(1, array.dtype), array.reshape(-1)]))
+        return buffer[1:].view(array.shape)
 
 
 class Cupy(Framework):
@@ -190,6 +214,24 @@ def first_framework(device: str) -> Framework:
         if reason is None:
             return _open(name, device)
     pytest.skip("; ".join(reason for reason in reasons if reason))
+
+
+def is_hopper(framework: Framework) -> bool:
+    return framework.name == "torch" and framework.xp.cuda.get_device_capability() == (9, 0)
+
+
+# Where a call can run: on the CPU, on what a GPU takes first (its own kernels or the portable ones), and, where those
+# are two, on the portable ones.
+PATHS = ("cpu", "cuda", "cuda_portable")
+
+
+def open_path(path: str) -> Framework:
+    if path != "cuda_portable":
+        return first_framework(path)
+    framework = open_framework("torch", "cuda")
+    if not is_hopper(framework):
+        pytest.skip("the portable kernels are the only ones for this GPU")
+    return PortableTorch("torch", "cuda", framework.xp)
 
 
 def has_gpu() -> bool:

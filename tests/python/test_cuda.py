@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from _cases import QSA, RAGGED, Case, qsa_case, ragged_case
-from _checks import assert_all_same_bits, assert_nothing_attended
-from _frameworks import open_framework
+from _checks import assert_all_same_bits, assert_nothing_attended, kernel_names
+from _frameworks import open_framework, open_path
 
 SLOW_CYCLES = 200_000_000  # of torch.cuda._sleep: about a tenth of a second
 each_op = pytest.mark.parametrize("op", [RAGGED, QSA])
@@ -257,3 +257,17 @@ def test_cuda_and_cpu_agree_within_the_tolerances(torch_cuda, numpy_cpu, rng, op
         case = make(rng, op, dtype)
         for backend in (torch_cuda, numpy_cpu):
             case.run_and_check(backend)
+
+
+@each_op
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_the_portable_path_of_the_tests_is_that(hopper, rng, op, dtype):
+    """By their names in torch's profiler: what is as right on Hopper's kernels would not be noticed."""
+    case = make(rng, op, dtype)
+    for path, expected in (("cuda", "sm90::"), ("cuda_portable", "portable::")):
+        framework = open_path(path)
+        tensors = case.tensors(framework)
+        names = kernel_names(hopper.xp, lambda f=framework, t=tensors: case.call(f, **t))
+        if not names:
+            pytest.skip("torch's profiler sees no kernels here")
+        assert all(f"ragged_attention::{expected}" in name for name in names), (path, names)

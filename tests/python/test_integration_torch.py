@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import io
 import re
 import sys
 from pathlib import Path
@@ -387,7 +388,10 @@ def test_exported_with_dynamic_shapes(torch_device, rng, op):
     }
     dynamic = ({name: shapes[name] for name in first.operands},)
     program = torch.export.export(Attention(), (first.tensors(torch_device),), dynamic_shapes=dynamic)
-    exported = program.run_decompositions().module()
+    saved = io.BytesIO()
+    torch.export.save(program.run_decompositions(), saved)
+    saved.seek(0)
+    exported = torch.export.load(saved).module()
     for case in (first, *later):
         case = dataclasses.replace(case, parameters=fixed)
         got = exported(case.tensors(torch_device))
@@ -445,26 +449,62 @@ def test_a_mask_that_does_not_exist_is_refused_when_the_graph_is_traced(torch_de
         operator(torch, RAGGED)(**{**tensors, "q": tensors["q"][0]})
 
 
-def test_an_operator_in_a_cuda_graph(torch_cuda, rng):
+@each_op
+@each_form
+def test_an_operator_in_a_cuda_graph(torch_cuda, rng, op, form):
     torch = torch_cuda.xp
     case = ragged_case(rng, [130, 5, 70, 0], heads=(4, 2), head_dim=128, dtype="bfloat16")
+    if op == QSA:
+        case = qsa_case(rng, [4, 1, 3], [60, 200, 9], heads=(4, 2), head_dim=128, dtype="bfloat16")
     tensors = case.tensors(torch_cuda)
-    attend = operator(torch, RAGGED, "_lse")
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        attend(**tensors)
+        call_form(torch_cuda, case, form, tensors)
     torch.cuda.current_stream().wait_stream(side)
+    out = torch_cuda.full(case.out_shape, "bfloat16"), torch_cuda.full(case.out_shape[:2], "float32")
+    given = {"_out": {"out": out[0]}, "_lse_out": {"out": out[0], "lse": out[1]}}.get(form, {})
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        results = attend(**tensors)
-    for lengths in ([130, 5, 70, 0], [1, 1, 1, 202]):
-        offsets = np.cumsum([0, *lengths]).astype(np.int32)
-        tensors["input_row_offsets"].copy_(torch.from_numpy(offsets))
+        returned = operator(torch, op, form)(**tensors, **case.parameters, **given)
+    results = tuple(given.values()) or (returned if form == "_lse" else (returned,))
+    offsets = [0, 1, 2, 3, 205] if op == RAGGED else [0, 2, 2, 8]
+    for changed in (case, case.replace(input_row_offsets=np.array(offsets, np.int32))):
+        tensors["input_row_offsets"].copy_(torch_cuda.tensor(changed.array("input_row_offsets")))
         graph.replay()
         torch.cuda.synchronize()
-        expected = case.replace(input_row_offsets=offsets).run(torch_cuda)
+        expected = changed.run(torch_cuda)[: len(results)]
         assert_all_same_bits(map(torch_cuda.numpy, results), expected, "replayed", "eager")
+
+
+def test_compiled_into_cuda_graphs(torch_cuda, rng):
+    """mode="reduce-overhead": inductor's own graphs, replayed from the third call on."""
+    torch = torch_cuda.xp
+    module = module_of(torch, RAGGED, "_lse")
+    compiled = torch.compile(module, fullgraph=True, mode="reduce-overhead")
+    for lengths in ([40, 7, 17], [1, 62, 1], [20, 20, 24], [64, 0, 0]):
+        case = ragged_case(rng, lengths, heads=(4, 2), dtype="bfloat16", mask_str="causal")
+        arguments = {**case.tensors(torch_cuda), **case.parameters}
+        with torch.no_grad():
+            got, expected = compiled(**arguments), module(**arguments)
+            assert_all_same_bits(*([torch_cuda.numpy(tensor) for tensor in results] for results in (got, expected)))
+
+
+@each_op
+@each_form
+def test_nothing_is_waited_for(torch_cuda, rng, op, form):
+    """torch says so of its own synchronisations; in a capture, anyone's would be an error."""
+    torch = torch_cuda.xp
+    case = make(rng, op, "bfloat16")
+    tensors = case.tensors(torch_cuda)
+    given = {"out": torch_cuda.full(case.out_shape, "bfloat16"), "lse": torch_cuda.full(case.out_shape[:2], "float32")}
+    given = {"_out": {"out": given["out"]}, "_lse_out": given}.get(form, {})
+    operator(torch, op, form)(**tensors, **case.parameters, **given)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        operator(torch, op, form)(**tensors, **case.parameters, **given)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 # --- Gradients.

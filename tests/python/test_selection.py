@@ -96,21 +96,21 @@ def test_the_same_seed_gives_the_same_lists():
 
 
 def named_shares():
-    """(share in the name, context that a row in the middle of the call sees, correlation)"""
+    """(share in the name, context that a row in the middle of the call sees, correlation, blocks that a row selects)"""
     found = set()
     for case in cases.CASES.values():
         if case.op == "qsa" and "-share" in case.name and "share1.0" not in case.name:
             ((cached, rows),) = case.sequences
             share = float(case.name.partition("-share")[2].partition("-")[0])
-            found.add((share, cached + rows // 2, case.correlation))
+            found.add((share, cached + rows // 2, case.correlation, case.selected_blocks))
     assert len(found) > 5
     return sorted(found)
 
 
-@pytest.mark.parametrize(("share", "context", "correlation"), named_shares())
-def test_the_measured_share_is_that_of_the_name(share, context, correlation):
+@pytest.mark.parametrize(("share", "context", "correlation", "blocks"), named_shares())
+def test_the_measured_share_is_that_of_the_name(share, context, correlation, blocks):
     """Of the rows in the middle of a case's call alone: the process is the same from its first row on."""
-    indices, counts = select([(context - 10, 21)], correlation)
+    indices, counts = selection.select([(context - 10, 21)], correlation, np.random.default_rng(1), blocks)
     assert selection.neighbour_share(indices, counts, range(20)) == pytest.approx(share, abs=0.015)
 
 
@@ -127,9 +127,9 @@ def expected_share(correlation, listed):
     return float(((density[1:] + density[:-1]) / 2 * np.diff(x)).sum()) / listed
 
 
-@pytest.mark.parametrize(("share", "context", "correlation"), named_shares())
-def test_the_correlations_give_the_shares_of_the_names(share, context, correlation):
-    listed = selection.BLOCKS / (context / selection.BLOCK)
+@pytest.mark.parametrize(("share", "context", "correlation", "blocks"), named_shares())
+def test_the_correlations_give_the_shares_of_the_names(share, context, correlation, blocks):
+    listed = blocks / (context / selection.BLOCK)
     assert expected_share(correlation, listed) == pytest.approx(share, abs=0.006)
 
 

@@ -33,4 +33,27 @@ struct QsaSparseAttentionArguments {
 // Checks everything the host can see, then enqueues the work on `stream` (CUDA) or does it (CPU).
 void qsa_sparse_attention(const QsaSparseAttentionArguments& arguments);
 
+// The checks alone: of shapes, dtypes and parameters that a compiler knows before there is memory.
+void check_qsa_sparse_attention(const QsaSparseAttentionArguments& arguments);
+
+// The same over one layer of a cache as serving engines keep it: K and V are tensors of their own, and a row may list
+// every token that the pages of its sequence reach. The names are those of vLLM's qsa_sparse_paged_attention.
+struct QsaSparsePagedAttentionArguments {
+  TensorView q;                // [total_q, num_q_heads, head_dim]
+  TensorView k_cache;          // [num_pages, page_size, num_kv_heads, head_dim]
+  TensorView v_cache;          // like k_cache, with its strides
+  TensorView logical_indices;  // [total_q, selection_width + 1], int32: a row's list, and in the last column its count
+  TensorView block_table;      // [batch, max_pages], uint32, int32 or int64
+  // The sequence of each row: row by row, or as ranges of rows, for the kernels that let neighbours share what they
+  // gather. With both, the ranges count.
+  std::optional<TensorView> token_to_req;     // [total_q], int32; outside [0, batch): no sequence
+  std::optional<TensorView> query_start_loc;  // [batch + 1], uint32, int32 or int64
+  std::optional<TensorView> seq_lens;         // [batch], with query_start_loc: where a sequence's tokens end
+  TensorView out;                             // [total_q, num_q_heads, head_dim]; float32, float16 or bfloat16
+  std::optional<double> scale;                // head_dim ** -0.5 when absent
+  void* stream = nullptr;                     // CUDA stream handle; null is the legacy default stream
+};
+
+void qsa_sparse_paged_attention(const QsaSparsePagedAttentionArguments& arguments);
+
 }  // namespace ragged_attention

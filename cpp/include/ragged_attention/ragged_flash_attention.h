@@ -27,4 +27,7 @@ struct RaggedFlashAttentionArguments {
 // Checks everything the host can see, then enqueues the work on `stream` (CUDA) or does it (CPU).
 void ragged_flash_attention(const RaggedFlashAttentionArguments& arguments);
 
+// The checks alone: of shapes, dtypes and parameters that a compiler knows before there is memory.
+void check_ragged_flash_attention(const RaggedFlashAttentionArguments& arguments);
+
 }  // namespace ragged_attention

@@ -62,9 +62,8 @@ Path decide(const SupportQuery& query, std::string* reason) {
   if (!info.built_for) {
     return refused([&] {
       return "this build has kernels for " + build.cuda_architectures + ", and " + to_string(query.device) + " (" +
-             info.name + ") is " + architecture(info.major, info.minor) +
-             "; rebuild with -C cmake.define.RAGGED_ATTENTION_CUDA_ARCHITECTURES=" + std::to_string(info.major) +
-             std::to_string(info.minor) + "-real, or pass CPU tensors";
+             info.name + ") is " + architecture(info.major, info.minor) + "; " +
+             advice_for_architecture(info.major, info.minor);
     });
   }
   if (info.built_for_sm90 && has_sm90_kernel(query)) {

@@ -80,6 +80,19 @@ struct Job {
   }
 };
 
+// condition.wait(lock, ready), without its symbol: a program built with GCC 12 or later needs GLIBCXX_3.4.30 for it,
+// which Red Hat 9 and older conda environments lack, so that there a wheel would not import. These are its insides.
+template <typename Ready>
+void wait(std::condition_variable& condition, std::unique_lock<std::mutex>& lock, Ready ready) {
+  while (!ready()) {
+#if defined(__GLIBCXX__)
+    pthread_cond_wait(condition.native_handle(), lock.mutex()->native_handle());
+#else
+    condition.wait(lock);
+#endif
+  }
+}
+
 thread_local bool t_inside_task = false;
 
 // Workers sleep on a condition variable between jobs. A worker that wakes after its job is over finds `job_` null and
@@ -124,7 +137,7 @@ class Pool {
     job.drain();
     std::unique_lock<std::mutex> lock(mutex_);
     job_ = nullptr;
-    done_.wait(lock, [this] { return running_ == 0; });
+    wait(done_, lock, [this] { return running_ == 0; });
   }
 
  private:
@@ -133,7 +146,7 @@ class Pool {
     std::uint64_t seen = 0;
     std::unique_lock<std::mutex> lock(mutex_);
     for (;;) {
-      wake_.wait(lock, [&] { return stop_ || (job_ != nullptr && generation_ != seen); });
+      wait(wake_, lock, [&] { return stop_ || (job_ != nullptr && generation_ != seen); });
       if (stop_) return;
       seen = generation_;
       Job* const job = job_;

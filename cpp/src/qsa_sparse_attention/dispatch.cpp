@@ -8,6 +8,11 @@ namespace ragged_attention {
 
 namespace {
 
+Path path_of(const QsaParams& params, Device device) {
+  return require_support({Operation::kQsaSparseAttention, device, params.dtype, params.head_dim,
+                          params.num_q_heads > 0 ? params.group() : 1});
+}
+
 void check_selection(const QsaParams& params, Device device, void* stream) {
   const SelectionCheck check{params};
   Evidence evidence;
@@ -34,13 +39,25 @@ void check_selection(const QsaParams& params, Device device, void* stream) {
                    value + where);
 }
 
+void run(const QsaParams& params, Path path, Device device, void* stream, std::optional<std::int64_t> warps,
+         std::optional<std::int64_t> unroll) {
+  if (!params.has_output()) return;
+  if (path == Path::kCpu) return qsa_sparse_attention_cpu(params);
+  const bool forced = warps || unroll;
+  if (path == Path::kCudaSm90 && !forced && qsa_sparse_attention_sm90(params, device.index, stream)) return;
+  qsa_sparse_attention_cuda(params, device.index, stream, warps, unroll);
+}
+
 }  // namespace
+
+void check_qsa_sparse_attention(const QsaSparseAttentionArguments& arguments) {
+  path_of(validate(arguments), arguments.q.device);
+}
 
 void qsa_sparse_attention(const QsaSparseAttentionArguments& arguments) {
   const QsaParams params = validate(arguments);
   const Device device = arguments.q.device;
-  const Path path = require_support({Operation::kQsaSparseAttention, device, params.dtype, params.head_dim,
-                                     params.num_q_heads > 0 ? params.group() : 1});
+  const Path path = path_of(params, device);
   if (path == Path::kCpu && (arguments.warps || arguments.unroll)) {
     throw ValueError(std::string(arguments.warps ? "warps" : "unroll") +
                      ": expected None with CPU tensors (it forces a CUDA kernel), got " +
@@ -51,14 +68,13 @@ void qsa_sparse_attention(const QsaSparseAttentionArguments& arguments) {
     check_offsets(params.rows, device, arguments.stream);
     check_selection(params, device, arguments.stream);
   }
-  if (!params.has_output()) return;
-  if (path == Path::kCpu) {
-    qsa_sparse_attention_cpu(params);
-  } else {
-    const bool forced = arguments.warps || arguments.unroll;
-    if (path == Path::kCudaSm90 && !forced && qsa_sparse_attention_sm90(params, device.index, arguments.stream)) return;
-    qsa_sparse_attention_cuda(params, device.index, arguments.stream, arguments.warps, arguments.unroll);
-  }
+  run(params, path, device, arguments.stream, arguments.warps, arguments.unroll);
+}
+
+void qsa_sparse_paged_attention(const QsaSparsePagedAttentionArguments& arguments) {
+  const QsaParams params = validate(arguments);
+  const Device device = arguments.q.device;
+  run(params, path_of(params, device), device, arguments.stream, std::nullopt, std::nullopt);
 }
 
 }  // namespace ragged_attention

@@ -22,7 +22,7 @@ struct QsaParams {
 
   RaggedRows rows;                                // the query rows of each sequence
   const std::int32_t* row_to_sequence = nullptr;  // if not null: the sequence of each row (-1: none), instead of `rows`
-  IntegerArray cache_lengths;                     // [batch]
+  IntegerArray cache_lengths;                     // [batch]; without data: all that the page table reaches
   PagedCache cache;                               // the layer's K and V
   const std::int32_t* token_indices = nullptr;    // [total_q, selection_width], contiguous rows
   std::int64_t token_indices_row_stride = 0;
@@ -65,6 +65,7 @@ struct QsaParams {
       if (!rows.owned(segment)) return {};
       sequence = segment - 1;
     }
+    if (cache_lengths.data == nullptr) return {sequence, cache.max_pages * cache.page_size};
     return {sequence, visible_length(cache_lengths[sequence], rows.rows(sequence + 1).size())};
   }
 };

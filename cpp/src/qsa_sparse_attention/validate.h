@@ -7,5 +7,6 @@ namespace ragged_attention {
 
 // Everything the host can see, on either device; throws before any work.
 QsaParams validate(const QsaSparseAttentionArguments& arguments);
+QsaParams validate(const QsaSparsePagedAttentionArguments& arguments);
 
 }  // namespace ragged_attention
