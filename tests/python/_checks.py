@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,6 +11,11 @@ from _frameworks import Array, bits
 
 # Significand bits (the hidden one included) and the exponent of the smallest normal number.
 _FORMATS = {"float32": (24, -126), "float16": (11, -14), "bfloat16": (8, -126)}
+
+
+def importing_from(folder: Path) -> dict[str, str]:
+    """For the environment of a process: its modules, and still those that this one has from PYTHONPATH."""
+    return {"PYTHONPATH": os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])}
 
 
 def ulp(magnitude: Array, dtype: str) -> Array:

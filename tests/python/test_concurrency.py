@@ -192,6 +192,24 @@ def host_copies(framework: Any, results: Sequence[Any]) -> list[Any]:
     return [framework.numpy(result) for result in results]
 
 
+def test_the_first_that_a_thread_does_on_a_gpu(torch_cuda, rng):
+    """The driver's own functions want a context in the thread, and the runtime makes one only when it needs it."""
+    for case in mixed_cases(rng):
+        expected = case.run(torch_cuda)
+        tensors = {name: torch_cuda.tensor(case.array(name)) for name in case.operands}
+        out, lse = torch_cuda.full(case.out_shape, case.out_dtype), torch_cuda.full(case.out_shape[:2], "float32")
+        torch_cuda.xp.cuda.synchronize()
+        thread = ThreadPoolExecutor(1)
+        with thread:
+            thread.submit(
+                lambda case=case, tensors=tensors, out=out, lse=lse: case.call(
+                    torch_cuda, **tensors, out=out, lse=lse, return_lse=True, stream=0
+                )
+            ).result()
+        torch_cuda.xp.cuda.synchronize()
+        assert_all_same_bits(host_copies(torch_cuda, [out, lse]), expected, "in a thread of its own")
+
+
 @pytest.mark.parametrize("shared", [False, True], ids=["a stream each", "one stream"])
 def test_16_threads_on_16_streams(torch_cuda, rng, shared):
     torch = torch_cuda.xp

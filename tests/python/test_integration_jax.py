@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from _cases import QSA, RAGGED, qsa_case, ragged_case
-from _checks import assert_all_same_bits, assert_same_bits
+from _checks import assert_all_same_bits, assert_same_bits, importing_from
 from _frameworks import FLOAT_DTYPES, optional
 
 import ragged_attention
@@ -386,7 +386,7 @@ def test_an_exported_program(jax, integration, device, rng):
 def run_alone(code, **environment):
     """A process of its own: what XLA reads when it starts cannot be changed later."""
     command = [sys.executable, "-c", textwrap.dedent(code)]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent), **environment}
+    environment = {**os.environ, **importing_from(Path(__file__).parent), **environment}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from _checks import importing_from
 from _frameworks import has_gpu, optional
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -37,7 +38,7 @@ def pytest_in(folder: Path, *arguments: str) -> dict[str, Any]:
     )
     record = folder / "record.json"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--record={record}", *arguments]
-    environment = {**os.environ, "PYTHONPATH": str(tests)}
+    environment = {**os.environ, **importing_from(tests)}
     subprocess.run(command, cwd=folder, env=environment, capture_output=True, timeout=100, check=False)
     return json.loads(record.read_text())  # type: ignore[no-any-return]
 

@@ -41,6 +41,10 @@ void encode(CUtensorMap* map, const RaggedBoxes& boxes, void* data) {
   const cuuint32_t element_strides[5] = {1, 1, 1, 1, 1};
   static const auto function =
       reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(driver_function("cuTensorMapEncodeTiled"));
+  // The driver wants a context in this thread, and the runtime makes one only when it first needs it itself.
+  int device = 0;
+  check_cuda(cudaGetDevice(&device), "reading the current device");
+  check_cuda(cudaSetDevice(device), "making a thread's context");
   check_driver(
       function(map, boxes.is_bfloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 5, data,
                sizes, strides, box, element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
