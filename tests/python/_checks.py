@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,20 @@ _FORMATS = {"float32": (24, -126), "float16": (11, -14), "bfloat16": (8, -126)}
 def importing_from(folder: Path) -> dict[str, str]:
     """For the environment of a process: its modules, and still those that this one has from PYTHONPATH."""
     return {"PYTHONPATH": os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])}
+
+
+def run_python(code: str, **environment: str) -> str:
+    """Output of the code in a process of its own; a hang is a failure."""
+    result = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr[-4000:]
+    return result.stdout.strip()
 
 
 def ulp(magnitude: Array, dtype: str) -> Array:

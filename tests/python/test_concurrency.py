@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
-import textwrap
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from _cases import QSA, RAGGED, Case, qsa_case, ragged_case
-from _checks import assert_all_same_bits, assert_nothing_attended
+from _checks import assert_all_same_bits, assert_nothing_attended, run_python
 from _frameworks import open_framework
 
 import ragged_attention
@@ -46,20 +43,6 @@ def at_once(count: int, work: Callable[[int], Any]) -> list[Any]:
 
     with ThreadPoolExecutor(count) as pool:
         return list(pool.map(run, range(count)))
-
-
-def run_python(code: str, **environment: str) -> str:
-    """Output of the code in a process of its own; a hang is a failure."""
-    result = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr
-    return result.stdout.strip()
 
 
 # Threads of the CPU backend

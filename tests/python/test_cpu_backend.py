@@ -5,32 +5,17 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import textwrap
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 from _cases import qsa_case, ragged_case
-from _checks import assert_all_same_bits
+from _checks import assert_all_same_bits, run_python
 
 import ragged_attention
 
 THREADS_VARIABLE = "RAGGED_ATTENTION_NUM_THREADS"
-
-
-def run_python(code: str, **environment: str) -> str:
-    """Output of the code in a process of its own; a hang is a failure, after a minute."""
-    result = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr
-    return result.stdout.strip()
 
 
 # Several sequences and rows, so that the work is split differently by every number of threads.

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 
 import pytest
+from _checks import run_python
 
 import ragged_attention
 
 FRAMEWORKS = ("torch", "cupy", "jax", "jaxlib", "tensorflow", "ml_dtypes", "triton")
-
-
-def run_python(code: str) -> str:
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
-    assert result.returncode == 0, result.stderr
-    return result.stdout
 
 
 def test_import_touches_no_framework():

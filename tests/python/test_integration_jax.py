@@ -10,13 +10,12 @@ import re
 import shutil
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 
 import numpy as np
 import pytest
 from _cases import QSA, RAGGED, qsa_case, ragged_case
-from _checks import assert_all_same_bits, assert_same_bits, importing_from
+from _checks import assert_all_same_bits, assert_same_bits, importing_from, run_python
 from _frameworks import FLOAT_DTYPES, optional
 
 import ragged_attention
@@ -385,11 +384,7 @@ def test_an_exported_program(jax, integration, device, rng):
 
 def run_alone(code, **environment):
     """A process of its own: what XLA reads when it starts cannot be changed later."""
-    command = [sys.executable, "-c", textwrap.dedent(code)]
-    environment = {**os.environ, **importing_from(Path(__file__).parent), **environment}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return done.stdout
+    return run_python(code, **importing_from(Path(__file__).parent), **environment)
 
 
 def test_heads_sharded_over_devices(jax):
