@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +120,19 @@ def assert_all_same_bits(
 def assert_nothing_attended(out: Array, lse: Array) -> None:
     assert np.all(out.astype(np.float64) == 0)
     assert np.all(lse == -np.inf)
+
+
+def capture(torch: Any, call: Callable[[], Any]) -> tuple[Any, Any]:
+    """The graph of the call, and what the capture returned."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        call()  # warm-up outside the capture
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=side):  # torch's own choice is a stream of the device that captured first
+        results = call()
+    return graph, results
 
 
 def kernel_names(torch: Any, call: Any) -> set[str]:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from _cases import QSA, RAGGED, Case, qsa_case, ragged_case
-from _checks import assert_all_same_bits, assert_nothing_attended, run_python
+from _checks import assert_all_same_bits, assert_nothing_attended, capture, run_python
 from _frameworks import open_framework
 
 import ragged_attention
@@ -371,19 +371,6 @@ def test_two_graphs_and_eager_calls_at_once(torch_cuda, rng):
         for results in (graphs[0][1], graphs[1][1], eager):
             for pair, wanted in zip(results, expected, strict=True):
                 assert_all_same_bits(host_copies(torch_cuda, pair), wanted)
-
-
-def capture(torch: Any, call: Callable[[], Any]) -> tuple[Any, Any]:
-    """The graph of the call, and what the capture returned."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        call()  # warm-up outside the capture
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=side):  # torch's own choice is a stream of the device that captured first
-        results = call()
-    return graph, results
 
 
 # Two GPUs

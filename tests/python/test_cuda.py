@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from _cases import QSA, RAGGED, Case, qsa_case, ragged_case
-from _checks import assert_all_same_bits, assert_nothing_attended, kernel_names
+from _checks import assert_all_same_bits, assert_nothing_attended, capture, kernel_names
 from _frameworks import open_framework, open_path
 
 SLOW_CYCLES = 200_000_000  # of torch.cuda._sleep: about a tenth of a second
@@ -121,19 +121,6 @@ def test_cupys_current_stream_is_used(rng, op):
         results = case.call(cupy_cuda, **late, return_lse=True)
         side.synchronize()
     assert_all_same_bits([cupy_cuda.numpy(result) for result in results], expected, "on CuPy's stream")
-
-
-def capture(torch, call):
-    """The graph of the call, and what the capture returned."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        call()  # warm-up outside the capture
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = call()
-    return graph, results
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])

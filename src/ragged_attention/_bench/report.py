@@ -186,11 +186,13 @@ def _host_by_framework(merged: Document) -> Table | None:
     if not measured:
         return None
     rows = [(name, *(_microseconds(costs[op].get(name)) for op in measured)) for name in frameworks]
-    if len(merged["runs"]) > 1:
-        rows.insert(0, (RUN, *(str(merged["host_runs"][op]["number"]) for op in measured)))
+    several = len(merged["runs"]) > 1
+    numbers = {op: str(merged["host_runs"][op]["number"]) for op in measured} if several else {}
+    if several:
+        rows.insert(0, (RUN, *numbers.values()))
     columns = tuple(OPERATIONS[op] for op in measured)
     reasons = dict.fromkeys(
-        f"Not measured: {name}: {cost.partition('. ')[0].rstrip('.')}."
+        f"Not measured{f' in run {numbers[op]}' if several else ''}: {name}: {cost.partition('. ')[0].rstrip('.')}."
         for op in measured
         for name, cost in costs[op].items()
         if isinstance(cost, str)

@@ -14,24 +14,28 @@ namespace ragged_attention {
 // A grid dimension's limit; kernels walk whatever is left over.
 constexpr std::int64_t kMaxGrid = 0x7fffffff;
 
-// One launch of `kernel` (a __global__ function of one argument) with `work` blocks on the current device. `kernel` is
-// a template argument so that each has its own memory of the devices where its shared memory was raised.
+// Lets `kernel` have so much dynamic shared memory. It is a template argument so that each kernel has its own memory of
+// the devices where that was done.
+template <auto kernel>
+void allow_shared_memory(int bytes, int device) {
+  constexpr int kDefault = 48 * 1024;
+  if (bytes <= kDefault) return;
+  static std::atomic<int> raised[64] = {};  // bytes, by device
+  const bool tracked = device < 64;
+  if (tracked && raised[device].load(std::memory_order_relaxed) >= bytes) return;
+  check_cuda(
+      cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
+      "raising a kernel's shared memory");
+  if (tracked) raised[device].store(bytes, std::memory_order_relaxed);
+}
+
+// One launch of `kernel` (a __global__ function of one argument) with `work` blocks on the current device.
 // `beside_previous`: it may start once every block of the stream's previous kernel has allowed it to, and waits for its
 // end itself (programmatic dependent launch). `cluster`: blocks of a cluster, which divide `work`.
 template <auto kernel, typename Params>
 void launch(const Params& params, std::int64_t work, int threads, int shared_bytes, int device, cudaStream_t stream,
             const char* doing, bool beside_previous = false, int cluster = 1) {
-  constexpr int kDefaultShared = 48 * 1024;
-  if (shared_bytes > kDefaultShared) {
-    static std::atomic<int> raised[64] = {};  // bytes, by device
-    const bool tracked = device < 64;
-    if (!tracked || raised[device].load(std::memory_order_relaxed) < shared_bytes) {
-      check_cuda(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
-                                      cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes),
-                 "raising a kernel's shared memory");
-      if (tracked) raised[device].store(shared_bytes, std::memory_order_relaxed);
-    }
-  }
+  allow_shared_memory<kernel>(shared_bytes, device);
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(static_cast<unsigned>(std::min(work, kMaxGrid)));
   config.blockDim = dim3(static_cast<unsigned>(threads));

@@ -679,10 +679,7 @@ template <typename Traits>
 int clusters_at_once(int device) {
   static std::atomic<int> known[64] = {};  // plus one
   if (device < 64 && known[device].load(std::memory_order_relaxed) > 0) return known[device] - 1;
-  check_cuda(
-      cudaFuncSetAttribute(reinterpret_cast<const void*>(qsa_rows_kernel<Traits>),
-                           cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(sizeof(QsaRowShared<Traits>))),
-      "raising a kernel's shared memory");
+  allow_shared_memory<qsa_rows_kernel<Traits>>(sizeof(QsaRowShared<Traits>), device);
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(Traits::kCtas);
   config.blockDim = dim3(Traits::kThreads);
