@@ -64,7 +64,7 @@ int broken_groups(const Offsets& offsets, std::int64_t total, int group_rows) {
     if (rows_apart) {  // what the kernel of few rows takes
       for (std::int64_t segment = 0; segment < rows.num_segments(); ++segment) {
         const RowRange range = rows.rows(segment);
-        if (rows.owned(segment) && range.size() > kQsaApartRows) continue;
+        if (!qsa_is_apart(range.size(), rows.owned(segment))) continue;
         for (std::int64_t r = range.begin; r < range.end; ++r) ++met[static_cast<std::size_t>(r)];
       }
     }

@@ -47,8 +47,11 @@ RAGGED_ATTENTION_HOST_DEVICE int qsa_group_rows(int heads_per_kv_head) {
 
 // Sequences of at most kQsaApartRows rows, and the rows of none, have a kernel of their own (row_kernel.cuh) where the
 // query heads of a kv head are no more than the rows of its product. So few rows are done before a plan is made.
-constexpr int kQsaApartRows = 16;
+constexpr int kQsaApartRows = 32;
 constexpr int kRowMostHeads = 16;
-RAGGED_ATTENTION_HOST_DEVICE bool qsa_rows_apart(int heads_per_kv_head) { return heads_per_kv_head <= kRowMostHeads; }
+RAGGED_ATTENTION_HOST_DEVICE bool qsa_has_apart(int heads_per_kv_head) { return heads_per_kv_head <= kRowMostHeads; }
+RAGGED_ATTENTION_HOST_DEVICE bool qsa_is_apart(std::int64_t rows, bool owned) {
+  return !owned || rows <= kQsaApartRows;
+}
 
 }  // namespace ragged_attention::sm90

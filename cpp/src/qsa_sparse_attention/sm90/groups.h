@@ -41,7 +41,7 @@ struct RowGroups {
   }
 
   RAGGED_ATTENTION_HOST_DEVICE bool takes(std::int64_t length, bool owned) const {
-    if (rows_apart && (!owned || length <= kQsaApartRows)) return false;
+    if (rows_apart && qsa_is_apart(length, owned)) return false;
     const bool is_short = !owned || length <= kQsaShortRows;
     return length > 0 && is_short == kShort;
   }

@@ -255,7 +255,7 @@ QsaGroupsParams groups_params(const portable::QsaKernelParams& call) {
   result.group_rows = qsa_group_rows(params.group());
   result.page_shift = page_shift(params.cache);
   result.longest = longest_context(params.cache);
-  result.rows_apart = qsa_rows_apart(params.group());
+  result.rows_apart = qsa_has_apart(params.group());
   result.num_units = result.template groups<kShort>().num_ids() * params.num_kv_heads;
   return result;
 }

@@ -6,6 +6,7 @@
 #include "common/cuda/sm90/wgmma.cuh"
 #include "qsa_sparse_attention/cuda/launch.h"
 #include "qsa_sparse_attention/sm90/groups.h"
+#include "qsa_sparse_attention/sm90/pages.cuh"
 #include "qsa_sparse_attention/sm90/plan.h"
 
 namespace ragged_attention::sm90 {
@@ -24,21 +25,6 @@ struct QsaGroupsParams {
     return {call.params.rows, group_rows, rows_apart};
   }
 };
-
-// For the host: log2 of the page size, -1 where that is no whole number.
-inline std::int32_t page_shift(const PagedCache& cache) {
-  for (int shift = 0; shift < 31; ++shift) {
-    if (cache.page_size == std::int64_t{1} << shift) return shift;
-  }
-  return -1;
-}
-
-// For the host: tokens that a page table has room for, as far as 31 bits go.
-inline std::int32_t longest_context(const PagedCache& cache) {
-  const std::int64_t most = 0x7fffffff;
-  const bool all = cache.max_pages > 0 && cache.page_size > most / cache.max_pages;
-  return static_cast<std::int32_t>(all ? most : cache.max_pages * cache.page_size);
-}
 
 template <typename Element_, int kHeadDim_, bool kShort_>
 struct QsaTraits {
@@ -100,6 +86,9 @@ struct QsaShared {
   std::int32_t warp_total[Traits::kProducerWarps];  // the plan's: tokens in each producer warp's words
   std::uint16_t before[128];                        // and before those of each producer thread
   std::int32_t beyond, duplicate;  // the plan's: the first local token after the window; a token that a row lists twice
+  std::int32_t counts[kQsaMaxGroupRows];  // the plan's: of each list
+  std::int32_t resume[kQsaMaxGroupRows];  // the plan's: where its next window goes on in each list,
+  std::uint32_t unordered;                // but for those that do not ascend
   // The second pass's: tokens of the tile whose values are not all finite, and one of them: its values, and what each
   // row of the product gives it.
   std::uint32_t special[Traits::kMaskWords];

@@ -19,6 +19,10 @@
 namespace ragged_attention::sm90 {
 
 // Marks what the rows of a unit list of a window, by 128 threads or 256.
+//
+// The first window reads every list as a whole. Where a long sequence has a second, a warp a list sees whether it
+// ascends, as most do: in those, each window goes on where the last one ended. (Windows of a cluster are wider as often
+// as it has CTAs.)
 template <typename Traits>
 struct QsaPlanner {
   static constexpr std::int32_t kNothingBeyond = 0x7fffffff;
@@ -29,56 +33,148 @@ struct QsaPlanner {
   ContextShare<Traits::kSplits> share;
   int thread, threads;
 
-  __device__ __forceinline__ void sync() const {
-    cutlass::arch::NamedBarrier::sync(threads, threads == 256 ? kPlanners : kProducers);
-  }
-
   // Of the tokens whose local numbers lie in the 32 * words from `base` on. When all have called it, shared.beyond is
   // the first local number after the window that is listed, and shared.duplicate whether a row lists one twice.
   __device__ __forceinline__ void mark(std::int32_t base, std::int32_t words) {
     const QsaParams& call = params.call.params;
-    std::uint32_t* masks = shared.plan;
-    for (std::int32_t i = thread; i < unit.group.rows * words; i += threads) masks[i] = 0;
+    for (std::int32_t i = thread; i < unit.group.rows * words; i += threads) shared.plan[i] = 0;
     if (thread == 0) {
       shared.beyond = kNothingBeyond;
       shared.duplicate = 0;
     }
-    const int lane = thread % 32;
-    std::int32_t counts = 0;  // lane r's is row r's
-    if (lane < unit.group.rows) counts = static_cast<std::int32_t>(call.count(unit.group.begin + lane));
-    sync();
-    constexpr int kAtOnce = 9;  // loads in flight: by 256 threads, all of a list of 2051
-    const auto places = static_cast<std::uint32_t>(32 * words), length = static_cast<std::uint32_t>(unit.length);
-    std::int32_t beyond = kNothingBeyond;
-    bool duplicate = false;
+    if (base == 0) {
+      const bool resumes = kResumes && unit.length >= kResumeWindows * 32 * words;
+      if (thread == 0) shared.unordered = resumes ? 0 : ~0u;
+      if (thread < unit.group.rows) {
+        shared.counts[thread] = static_cast<std::int32_t>(call.count(unit.group.begin + thread));
+        shared.resume[thread] = resumes ? kUnknown : 0;
+      }
+    } else if constexpr (kResumes) {
 #pragma unroll 1
-    for (int row = 0; row < unit.group.rows; ++row) {
-      const std::int32_t count = __shfl_sync(0xffffffff, counts, row);
-      const std::int32_t* list = call.token_indices + (unit.group.begin + row) * call.token_indices_row_stride;
-      std::uint32_t* mine = masks + row * words;
-#pragma unroll 1
-      for (std::int32_t first = 0; first < count; first += kAtOnce * threads) {
-        const std::int32_t i = first + thread;
-        std::int32_t tokens[kAtOnce];
-#pragma unroll
-        for (int j = 0; j < kAtOnce; ++j) tokens[j] = i + j * threads < count ? list[i + j * threads] : -1;
-#pragma unroll
-        for (int j = 0; j < kAtOnce; ++j) {
-          if (static_cast<std::uint32_t>(tokens[j]) >= length || !share.owns(tokens[j])) continue;
-          const std::int32_t place = share.local(tokens[j]) - base;
-          if (static_cast<std::uint32_t>(place) < places) {
-            const std::uint32_t bit = 1u << place % 32;
-            duplicate |= (atomicOr(&mine[static_cast<std::uint32_t>(place) / 32], bit) & bit) != 0;
-          } else if (place > 0) {
-            beyond = min(beyond, place + base);
-          }
-        }
+      for (int row = thread / 32; row < unit.group.rows; row += threads / 32) {
+        if (shared.resume[row] == kUnknown) find_order(row, base);
       }
     }
-    beyond = __reduce_min_sync(0xffffffff, beyond);
-    if (thread % 32 == 0 && beyond != kNothingBeyond) atomicMin(&shared.beyond, beyond);
-    if (duplicate) shared.duplicate = 1;
     sync();
+    Marks marks;
+#pragma unroll 1
+    for (int row = 0; row < unit.group.rows; ++row) {
+      if (!kResumes || base == 0 || (shared.unordered >> row & 1) != 0) {
+        mark_all(row, base, words, marks);
+      } else if (row % (threads / 32) == thread / 32) {
+        mark_more(row, base, words, marks);
+      }
+    }
+    const std::int32_t beyond = __reduce_min_sync(0xffffffff, marks.beyond);
+    if (thread % 32 == 0 && beyond != kNothingBeyond) atomicMin(&shared.beyond, beyond);
+    if (marks.duplicate) shared.duplicate = 1;
+    sync();
+  }
+
+ private:
+  static constexpr bool kResumes = Traits::kSplits == 1;
+  static constexpr std::int32_t kResumeWindows = 5;  // fewer take less time to read as a whole than to look through
+  static constexpr std::int32_t kUnknown = -1;       // of shared.resume
+
+  struct Marks {
+    std::int32_t beyond = kNothingBeyond;
+    bool duplicate = false;
+  };
+
+  __device__ __forceinline__ void sync() const {
+    cutlass::arch::NamedBarrier::sync(threads, threads == 256 ? kPlanners : kProducers);
+  }
+  __device__ __forceinline__ const std::int32_t* list_of(int row) const {
+    const QsaParams& call = params.call.params;
+    return call.token_indices + (unit.group.begin + row) * call.token_indices_row_stride;
+  }
+
+  __device__ __forceinline__ void mark_token(int row, std::int32_t token, std::int32_t base, std::int32_t words,
+                                             Marks& marks) {
+    if (static_cast<std::uint32_t>(token) >= static_cast<std::uint32_t>(unit.length) || !share.owns(token)) return;
+    const std::int32_t place = share.local(token) - base;
+    if (static_cast<std::uint32_t>(place) < static_cast<std::uint32_t>(32 * words)) {
+      const std::uint32_t bit = 1u << place % 32;
+      std::uint32_t* word = shared.plan + row * words + static_cast<std::uint32_t>(place) / 32;
+      marks.duplicate |= (atomicOr(word, bit) & bit) != 0;
+    } else if (place > 0) {
+      marks.beyond = min(marks.beyond, place + base);
+    }
+  }
+
+  // All of a list, by all threads.
+  __device__ __forceinline__ void mark_all(int row, std::int32_t base, std::int32_t words, Marks& marks) {
+    constexpr int kAtOnce = 9;  // loads in flight: by 256 threads, all of a list of 2051
+    const std::int32_t* list = list_of(row);
+    const std::int32_t count = shared.counts[row];
+#pragma unroll 1
+    for (std::int32_t first = 0; first < count; first += kAtOnce * threads) {
+      const std::int32_t i = first + thread;
+      std::int32_t tokens[kAtOnce];
+#pragma unroll
+      for (int j = 0; j < kAtOnce; ++j) tokens[j] = i + j * threads < count ? list[i + j * threads] : -1;
+#pragma unroll
+      for (int j = 0; j < kAtOnce; ++j) mark_token(row, tokens[j], base, words, marks);
+    }
+  }
+
+  // Whether a list ascends, and where it goes on from `base`, by a warp: 31 entries at a time, and the next one.
+  __device__ __forceinline__ void find_order(int row, std::int32_t base) {
+    constexpr int kAtOnce = 10, kRun = 31;  // a list of 2051 in seven rounds
+    const std::int32_t* list = list_of(row);
+    const std::int32_t count = shared.counts[row];
+    const int lane = thread % 32;
+    std::int32_t before = 0;
+    bool ascends = true;
+#pragma unroll 1
+    for (std::int32_t first = 0; first < count; first += kAtOnce * kRun) {
+      const std::int32_t i = first + lane;
+      std::int32_t tokens[kAtOnce];
+#pragma unroll
+      for (int j = 0; j < kAtOnce; ++j) tokens[j] = i + j * kRun < count ? list[i + j * kRun] : kNothingBeyond;
+#pragma unroll
+      for (int j = 0; j < kAtOnce; ++j) {
+        const std::int32_t next = __shfl_down_sync(0xffffffff, tokens[j], 1);
+        if (lane == kRun) continue;
+        ascends = ascends && tokens[j] <= next;
+        before += tokens[j] < base ? 1 : 0;
+      }
+    }
+    before = __reduce_add_sync(0xffffffff, before);
+    ascends = __all_sync(0xffffffff, ascends);
+    if (lane == 0) {
+      shared.resume[row] = before;
+      if (!ascends) atomicOr(&shared.unordered, 1u << row);
+    }
+  }
+
+  // What an ascending list has of the window, by a warp.
+  __device__ __forceinline__ void mark_more(int row, std::int32_t base, std::int32_t words, Marks& marks) {
+    constexpr int kAtOnce = 4;
+    const std::int32_t* list = list_of(row);
+    const std::int32_t count = shared.counts[row];
+    const std::int32_t end = unit.length - base < 32 * words ? unit.length : base + 32 * words;
+    std::int32_t first = shared.resume[row];
+    bool more = true;
+#pragma unroll 1
+    while (more && first < count) {
+      const std::int32_t i = first + thread % 32;
+      std::int32_t tokens[kAtOnce];
+#pragma unroll
+      for (int j = 0; j < kAtOnce; ++j) tokens[j] = i + 32 * j < count ? list[i + 32 * j] : kNothingBeyond;
+#pragma unroll
+      for (int j = 0; j < kAtOnce; ++j) {
+        const bool of_window = tokens[j] < end;
+        if (of_window) mark_token(row, tokens[j], base, words, marks);
+        const int entries = __popc(__ballot_sync(0xffffffff, of_window));
+        if (more) first += entries;
+        more = more && entries == 32;
+      }
+    }
+    const std::int32_t next = first < count ? list[first] : kNothingBeyond;
+    if (next < unit.length) marks.beyond = min(marks.beyond, next);
+    __syncwarp();
+    if (thread % 32 == 0) shared.resume[row] = first;
   }
 };
 
@@ -96,7 +192,7 @@ struct QsaProducer {
   static constexpr int kTokens = kKeys / Traits::kProducerWarps;  // of a tile, that are this warp's
   static constexpr int kBatch = 32 / kTokens;                     // tiles
   static constexpr int kThreads = 32 * Traits::kProducerWarps;
-  static constexpr std::int32_t kNone = -1;  // no token
+  static constexpr std::int32_t kNone = kNoToken;
 
   const QsaGroupsParams& params;
   QsaShared<Traits>& shared;
@@ -268,39 +364,7 @@ struct QsaProducer {
 
   // --- The gather
 
-  // What the table has for a token, still on its way: two words, of which the upper is not always there.
-  struct Page {
-    std::uint32_t low = 0xffffffff, high = 0;
-  };
-  __device__ __forceinline__ Page page_of(std::int32_t token) const {
-    Page page;
-    if (token == kNone) return page;
-    const IntegerMatrix& table = call().cache.lookup_table;
-    // In the table: the sequence's `length` is within it.
-    const std::int64_t at = unit.sequence * table.row_stride + slot_of(token) * table.row0.stride;
-    const auto* words = static_cast<const std::uint32_t*>(table.row0.data);
-    if (table.row0.type == IntegerType::kI64) {
-      page.low = words[2 * at];
-      page.high = words[2 * at + 1];
-    } else {
-      page.low = words[at];
-    }
-    return page;
-  }
-  __device__ __forceinline__ std::int32_t slot_of(std::int32_t token) const {
-    if (params.page_shift >= 0) return token >> params.page_shift;
-    return static_cast<std::int32_t>(static_cast<std::uint32_t>(token) /
-                                     static_cast<std::uint32_t>(call().cache.page_size));
-  }
-  __device__ __forceinline__ bool exists(Page page) const {
-    return page.high == 0 && page.low < static_cast<std::uint64_t>(call().cache.num_pages);
-  }
-  // In bytes, from the first of head 0 on.
-  __device__ __forceinline__ std::int64_t offset_of(std::int32_t token, Page page) const {
-    const PagedCache& cache = call().cache;
-    const std::int32_t within = token - slot_of(token) * static_cast<std::int32_t>(cache.page_size);
-    return 2 * (unit.kv_head * cache.head_stride + page.low * cache.page_stride + within * cache.token_stride);
-  }
+  __device__ __forceinline__ PageLookup pages() const { return {call().cache, params.page_shift}; }
 
   __device__ __forceinline__ void stream(const QsaSource& source) {
     producers_sync();  // the last one has been read
@@ -310,12 +374,12 @@ struct QsaProducer {
     const std::int32_t mine = lane() / kTokens * kKeys + warp() * kTokens + lane() % kTokens;  // of a batch
     std::int32_t now = entry(shared.source.begin + mine);
     std::int32_t token = token_of(now);
-    Page page = page_of(token);
+    PageEntry page = pages().read(unit.sequence, token);
     std::int32_t ahead = entry(shared.source.begin + kEntries + mine);
 #pragma unroll 1
     for (std::int32_t first = shared.source.begin; first < shared.source.end; first += kEntries) {
-      const bool valid = exists(page);
-      const std::int64_t offset = offset_of(token, page);
+      const bool valid = pages().exists(page);
+      const std::int64_t offset = pages().offset(token, page, unit.kv_head);
       __syncwarp();  // the last batch's have been read
       shared.token_at[0][warp()][lane()] = valid ? static_cast<const char*>(call().cache.k) + offset : zeros();
       shared.token_at[1][warp()][lane()] = valid ? static_cast<const char*>(call().cache.v) + offset : zeros();
@@ -323,7 +387,7 @@ struct QsaProducer {
       __syncwarp();
       now = ahead;
       token = token_of(now);
-      page = page_of(token);
+      page = pages().read(unit.sequence, token);
       ahead = entry(first + 2 * kEntries + mine);
 #pragma unroll 1
       for (int tile = 0; tile < kBatch && first + tile * kKeys < shared.source.end; ++tile) {

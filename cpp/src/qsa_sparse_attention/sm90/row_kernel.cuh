@@ -75,8 +75,14 @@ struct QsaRowShared {
   std::uint64_t empty[kRowChains][Traits::kPieces];   // by the warps of the chain
 };
 
-// Of bar.sync; 0 is all threads'. A chain's warps have kChainWarps and the number of their chain in the CTA.
-enum QsaRowBarrier : std::uint32_t { kRowConsumers = 1, kChainWarps = 2 };
+// Of bar.sync. A chain's warps have kChainWarps and the number of their chain in the CTA.
+enum QsaRowBarrier : std::uint32_t { kRowAll = 0, kRowConsumers = 1, kChainWarps = 2 };
+
+// Threads of both roles, each at its own place of the code.
+template <typename Traits>
+__device__ __forceinline__ void all_sync() {
+  cutlass::arch::NamedBarrier::sync(Traits::kThreads, kRowAll);
+}
 
 // What both roles have to know of the row at hand.
 struct QsaRow {
@@ -119,7 +125,7 @@ struct QsaRowScan {
           range = call.rows.rows(segment);
           if (call.rows.owned(segment)) cached = call.cache_lengths[segment - 1];
         }
-        takes = call.rows.owned(segment) && row >= range.begin && row < range.end && range.size() <= kQsaApartRows;
+        takes = call.rows.owned(segment) && row >= range.begin && row < range.end && qsa_is_apart(range.size(), true);
         if (takes) {
           sequence = static_cast<std::int32_t>(segment - 1);
           const std::int64_t visible = visible_length(cached, range.size());
@@ -162,7 +168,7 @@ struct QsaRowPlace {
 template <typename Traits>
 struct QsaRowProducer {
   static constexpr int kHeadDim = Traits::kHeadDim, kCtas = Traits::kCtas, kPieces = Traits::kPieces;
-  static constexpr std::int32_t kNone = -1;  // no token
+  static constexpr std::int32_t kNone = kNoToken;
   static constexpr std::int64_t kNowhere = INT64_MIN;
 
   const QsaRowsParams& params;
@@ -172,9 +178,6 @@ struct QsaRowProducer {
   std::uint32_t piece = 0;  // so far
 
   QsaRow row;
-  struct Page {
-    std::uint32_t low, high;
-  };
 
   __device__ __forceinline__ QsaRowProducer(const QsaRowsParams& params_, QsaRowShared<Traits>& shared_)
       : params(params_),
@@ -198,19 +201,7 @@ struct QsaRowProducer {
   __device__ __forceinline__ std::int32_t token_of(std::int32_t round, std::int32_t entry) const {
     return entry_at(round) < row.count && entry >= 0 && entry < row.length ? entry : kNone;
   }
-  __device__ __forceinline__ std::int32_t slot_of(std::int32_t token) const {
-    if (params.page_shift >= 0) return token >> params.page_shift;
-    return static_cast<std::int32_t>(static_cast<std::uint32_t>(token) /
-                                     static_cast<std::uint32_t>(call().cache.page_size));
-  }
-  __device__ __forceinline__ Page read_page(std::int32_t token) const {
-    if (token == kNone) return {0xffffffffu, 0u};
-    const IntegerMatrix& table = call().cache.lookup_table;
-    const auto* words = static_cast<const std::uint32_t*>(table.row0.data);
-    const std::int64_t at = row.sequence * table.row_stride + slot_of(token) * table.row0.stride;
-    if (table.row0.type == IntegerType::kI64) return {words[2 * at], words[2 * at + 1]};
-    return {words[at], 0u};
-  }
+  __device__ __forceinline__ PageLookup pages() const { return {call().cache, params.page_shift}; }
 
   // --- The gather
 
@@ -245,24 +236,20 @@ struct QsaRowProducer {
                                          const BeforeTheFirst& before_the_first) {
     const std::int32_t tiles = row_chain(row.count, to.chain);
     std::int32_t token = token_of(0, first), entry = second;
-    Page page = read_page(token);
+    PageEntry page = pages().read(row.sequence, token);
     before_the_first();
-    const PagedCache& cache = call().cache;
 #pragma unroll 1
     for (std::int32_t round = 0; round * kCtas + to.place < tiles; round += 2) {
-      const bool exists = token != kNone && page.high == 0 && page.low < static_cast<std::uint64_t>(cache.num_pages);
-      const std::int32_t within = token - slot_of(token) * static_cast<std::int32_t>(cache.page_size);
-      const std::int64_t offset =
-          exists ? 2 * (row.kv_head * cache.head_stride + page.low * cache.page_stride + within * cache.token_stride)
-                 : kNowhere;
+      const bool exists = pages().exists(page);
+      const std::int64_t offset = exists ? pages().offset(token, page, row.kv_head) : kNowhere;
       const std::uint32_t listed = __ballot_sync(0xffffffff, exists);
       token = token_of(round + 2, entry);
-      page = read_page(token);
+      page = pages().read(row.sequence, token);
       entry = read_entry(round + 4, row.row);
 #pragma unroll 1
       for (int i = 0; i < 2 && (round + i) * kCtas + to.place < tiles; ++i) {
-        gather(cache.k, offset, i * kRowTile, listed >> (i * kRowTile));
-        gather(cache.v, offset, i * kRowTile, 0);
+        gather(call().cache.k, offset, i * kRowTile, listed >> (i * kRowTile));
+        gather(call().cache.v, offset, i * kRowTile, 0);
       }
     }
   }
@@ -618,7 +605,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) qsa_rows_kernel(const __g
     bool takes = false;
     for (std::int64_t segment = threadIdx.x; segment < rows.num_segments() && !takes; segment += Traits::kThreads) {
       const std::int64_t size = rows.rows(segment).size();
-      takes = size > 0 && (size <= kQsaApartRows || !rows.owned(segment));
+      takes = size > 0 && qsa_is_apart(size, rows.owned(segment));
     }
     if (!__syncthreads_or(takes)) {
       cudaGridDependencySynchronize();
@@ -631,7 +618,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) qsa_rows_kernel(const __g
     QsaRowProducer<Traits> producer(params, shared);
     std::int32_t entry = producer.read_entry(0, scan.first_row()),
                  next_entry = producer.read_entry(2, scan.first_row());
-    __syncthreads();  // the barriers are there
+    all_sync<Traits>();  // the barriers are there
     bool first = true;
 #pragma unroll 1
     while (scan.find(producer.row)) {
@@ -640,7 +627,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) qsa_rows_kernel(const __g
         next_entry = producer.read_entry(2, producer.row.row);
       }
       producer.stream(entry, next_entry, [&] {
-        if (!first) __syncthreads();  // the last row's parts have been merged, in the same place
+        if (!first) all_sync<Traits>();  // the last row's parts have been merged, in the same place
         first = false;
       });
       if constexpr (kCtas > 1) break;  // a cluster has one unit at most
@@ -653,12 +640,12 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) qsa_rows_kernel(const __g
         cute::cluster_wait();
       }
     } else if (!first) {
-      __syncthreads();
+      all_sync<Traits>();
     }
   } else {
     cutlass::arch::warpgroup_reg_alloc<Traits::kConsumerRegisters>();
     QsaRowConsumer<Traits> consumer(params, shared);
-    __syncthreads();
+    all_sync<Traits>();
 #pragma unroll 1
     while (scan.find(consumer.row)) {
       consumer.begin();
@@ -666,7 +653,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) qsa_rows_kernel(const __g
       for (std::int32_t round = 0; round < consumer.rounds; ++round) consumer.step(round);
       consumer.store();
       if constexpr (kCtas > 1) break;
-      __syncthreads();
+      all_sync<Traits>();
     }
   }
   store_rows_of_none<Traits>(params);

@@ -28,7 +28,7 @@ constexpr int kRowPieces = kHeadDim == 256 ? 3 : (kHeadDim == 128 ? 6 : 8);
 
 // Tiles of a chain of a list of `count` entries.
 RAGGED_ATTENTION_HOST_DEVICE std::int32_t row_chain(std::int32_t count, std::int32_t chain) {
-  const std::int32_t tiles = (count + kRowTile - 1) / kRowTile;
+  const std::int32_t tiles = count / kRowTile + (count % kRowTile != 0 ? 1 : 0);
   return tiles > chain ? (tiles - chain + kRowChains - 1) / kRowChains : 0;
 }
 
