@@ -6,6 +6,7 @@ own, which a few small calls of the CPU backend go through too: it makes the sam
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,9 +22,9 @@ HEAD_DIMS = (64, 128, 256)
 DTYPES = ("bfloat16", "float16")
 HEADS = ((24, 2), (12, 1), (6, 1), (3, 1), (16, 1), (2, 1), (4, 4), (33, 1), (64, 1))
 
-# Rows of a sequence around groups of 1 to 10 rows, around 16, the most that are done row by row, and around 128, the
+# Rows of a sequence around groups of 1 to 10 rows, around 32, the most that are done row by row, and around 128, the
 # most that go to clusters (sm90/config.h).
-ROWS = (1, 2, 4, 5, 6, 10, 11, 0, 15, 16, 17, 18, 31, 64, 127, 128, 129, 131, 1)
+ROWS = (1, 2, 4, 5, 6, 10, 11, 0, 31, 32, 33, 36, 64, 127, 128, 129, 131, 1)
 # What a plan writes out at a time, and the least tokens that its window holds (sm90/config.h, plan.h).
 LIST_ENTRIES, WINDOW = 1536, 7360
 
@@ -31,6 +32,7 @@ each_head_dim = pytest.mark.parametrize("head_dim", HEAD_DIMS)
 each_dtype = pytest.mark.parametrize("dtype", DTYPES)
 
 Lists = list[Sequence[int]]
+ORDERS = ("none", "some", "all")  # which rows' lists ascend
 
 
 def lists_alike(rng: np.random.Generator, rows: int, context: int, size: int, kept: float) -> Lists:
@@ -113,13 +115,27 @@ def check_special_values(framework: Framework, rng: np.random.Generator, rows: i
     assert difference.max() < 1e-2
 
 
-def check_long_context(framework: Framework, rng: np.random.Generator, rows: int, context: int, **shape: Any) -> None:
-    """More than one window of a plan, and more entries than it writes out at a time; pages used over and over."""
-    lists = lists_alike(rng, rows, context, 700, 0.3)
-    case = qsa_case(rng, [rows], [16], width=700, counts=[0] * rows, page_size=16, **shape)
-    table = rng.integers(0, len(case.array("kv_blocks")), (1, -(-(context + rows) // 16))).astype(np.int32)
-    indices = np.asarray(lists, np.int32)
-    counts = np.full(rows, 700, np.int32)
+def check_long_context(
+    framework: Framework, rng: np.random.Generator, rows: int, context: int, order: str, page: int = 16, **shape: Any
+) -> None:
+    """More than one window of a plan, and more entries than it writes out at a time; pages used over and over.
+
+    Windows go on in lists that ascend: some that do start with entries that are no tokens, end with tokens the sequence
+    does not have, or have the last token, or one twice.
+    """
+    size = 700
+    indices = np.asarray(lists_alike(rng, rows, context, size, 0.3), np.int64)
+    counts = np.full(rows, size, np.int32)
+    counts[::11] = rng.integers(0, size, len(counts[::11]))
+    if order != "none":
+        ascend = slice(None) if order == "all" else slice(None, None, 2)
+        indices[ascend, -2:] = [context - 1, context]
+        indices[ascend] = np.sort(indices[ascend], axis=1)
+        indices[::4, :3] = -1
+        indices[1::3, 500] = indices[1::3, 501]
+    indices = indices.astype(np.int32)
+    case = qsa_case(rng, [rows], [page], width=size, counts=[0] * rows, page_size=page, **shape)
+    table = rng.integers(0, len(case.array("kv_blocks")), (1, -(-(context + rows) // page))).astype(np.int32)
     blocks = rng.standard_normal(case.array("kv_blocks").shape).astype(case.array("kv_blocks").dtype)
     case.replace(
         kv_blocks=blocks,
@@ -175,38 +191,46 @@ def test_every_size_of_group(hopper, rng, heads):
 
 @each_dtype
 @each_head_dim
-@pytest.mark.parametrize("rows", [3, 16, 17, 22, 140])
+@pytest.mark.parametrize("rows", [3, 32, 33, 38, 140])
 def test_tokens_listed_twice(hopper, rng, dtype, head_dim, rows):
     check_duplicates(hopper, rng, rows, dtype=dtype, head_dim=head_dim, heads=(12, 1))
 
 
 @each_dtype
 @each_head_dim
-@pytest.mark.parametrize("rows", [2, 9, 18, 24, 140])
+@pytest.mark.parametrize("rows", [2, 9, 34, 40, 140])
 def test_what_a_neighbour_lists_does_not_leak(hopper, rng, dtype, head_dim, rows):
     check_no_leaks(hopper, rng, rows, dtype=dtype, head_dim=head_dim, heads=(12, 1))
 
 
 @each_dtype
 @each_head_dim
-@pytest.mark.parametrize("rows", [1, 5, 21, 140])
+@pytest.mark.parametrize("rows", [1, 5, 37, 140])
 def test_values_that_are_not_finite_stay_in_their_columns(hopper, rng, dtype, head_dim, rows):
     check_special_values(hopper, rng, rows, dtype=dtype, head_dim=head_dim, heads=(12, 1))
 
 
 @pytest.mark.parametrize("heads", [(24, 2), (6, 1), (16, 1)], ids=str)
-@pytest.mark.parametrize("rows", [1, 4, 20, 130])
+@pytest.mark.parametrize("rows", [1, 4, 36, 130])
 @pytest.mark.parametrize("context", [2 * LIST_ENTRIES, 3 * WINDOW, 20 * WINDOW, 3_000_000])
-def test_long_contexts(hopper, rng, heads, rows, context):
-    check_long_context(hopper, rng, rows, context, dtype="bfloat16", head_dim=64, heads=heads)
+@pytest.mark.parametrize("order", ORDERS)
+def test_long_contexts(hopper, rng, heads, rows, context, order):
+    check_long_context(hopper, rng, rows, context, order, dtype="bfloat16", head_dim=64, heads=heads)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_the_longest_contexts_there_are(hopper, rng, order):
+    """Tokens up to the last of 31 bits, on 2^17 pages of 2^14."""
+    context = 2**31 - 1
+    check_long_context(hopper, rng, 140, context, order, page=2**14, dtype="bfloat16", head_dim=64, heads=(12, 1))
 
 
 @pytest.mark.parametrize("width", [2051, 8195])
 def test_wide_lists_of_the_model(hopper, rng, width):
-    lists = lists_alike(rng, 24, 12000, width, 0.9)
+    lists = lists_alike(rng, 44, 12000, width, 0.9)
     qsa_case(
         rng,
-        [7, 17],
+        [7, 37],
         [12000, 12000],
         lists=lists,
         width=width,
@@ -220,7 +244,7 @@ def test_wide_lists_of_the_model(hopper, rng, width):
 @each_dtype
 @each_head_dim
 def test_bits(hopper, rng, dtype, head_dim):
-    check_bits(hopper, rng, (1, 4, 130, 0, 5, 1, 64, 129, 16, 17), dtype=dtype, head_dim=head_dim, heads=(12, 1))
+    check_bits(hopper, rng, (1, 4, 130, 0, 5, 1, 64, 129, 32, 33), dtype=dtype, head_dim=head_dim, heads=(12, 1))
 
 
 @each_dtype
@@ -259,14 +283,14 @@ def test_decode_of_few_among_many_empty_sequences(hopper, rng):
 
 def test_many_short_sequences_beside_a_long_one(hopper, rng):
     """So many groups that a cluster looks through several, and finds more than one that is its own."""
-    rows = [1, 18] * 20 + [1500] + [20, 1, 0] * 15
+    rows = [1, 34] * 20 + [1500] + [36, 1, 0] * 15
     check_rows(hopper, rng, rows, dtype="bfloat16", head_dim=64, heads=(12, 1), width=30)
 
 
 @each_dtype
 def test_a_replayed_graph_gives_the_same_bits(hopper, rng, dtype):
     torch = hopper.xp
-    case = qsa_case(rng, [1, 4, 140, 20], [300, 200, 100, 50], dtype=dtype, head_dim=256, heads=(12, 1), width=200)
+    case = qsa_case(rng, [1, 4, 140, 36], [300, 200, 100, 50], dtype=dtype, head_dim=256, heads=(12, 1), width=200)
     expected = case.run(hopper)
     tensors = case.tensors(hopper)
     out, lse = hopper.full(case.out_shape, case.out_dtype), hopper.full(case.out_shape[:2], "float32")
@@ -284,7 +308,7 @@ def test_a_replayed_graph_gives_the_same_bits(hopper, rng, dtype):
 @pytest.mark.parametrize("scale", [1e6, -3.0, 0.0])
 def test_scales_of_any_size_and_sign(hopper, rng, scale):
     qsa_case(
-        rng, [1, 6, 140, 19], [90, 80, 30, 9], dtype="bfloat16", head_dim=128, heads=(12, 1), scale=scale
+        rng, [1, 6, 140, 35], [90, 80, 30, 9], dtype="bfloat16", head_dim=128, heads=(12, 1), scale=scale
     ).run_and_check(hopper)
 
 
@@ -304,7 +328,7 @@ def test_a_call_runs_the_kernels_it_should(hopper, rng):
     """By their names in torch's profiler: everything else would be as right on the portable path."""
     torch = hopper.xp
     shape: dict[str, Any] = {"dtype": "bfloat16", "head_dim": 128, "heads": (12, 1)}
-    few, more = qsa_case(rng, [1, 4], [90, 80], **shape), qsa_case(rng, [1, 17], [90, 80], **shape)
+    few, more = qsa_case(rng, [1, 4], [90, 80], **shape), qsa_case(rng, [1, 33], [90, 80], **shape)
     many = qsa_case(rng, [140, 1], [90, 80], **shape)
     wide = qsa_case(rng, [1, 1], [90, 80], **{**shape, "heads": (17, 1)})
     kernels = ("sm90::qsa_rows_kernel<", "sm90::qsa_groups_kernel<", "portable::qsa_kernel<")
@@ -327,6 +351,22 @@ def test_a_call_runs_the_kernels_it_should(hopper, rng):
         assert tuple(sum(kernel in name for name in names) for kernel in kernels) == expected, (what, names)
 
 
+@each_head_dim
+def test_as_many_ctas_share_a_row_as_there_is_room_for(hopper, rng, head_dim):
+    """The bits do not tell, by the tests above; the name of the kernel does."""
+    torch = hopper.xp
+    seen = []
+    for sequences in (1, 8, 20, 150):
+        case = qsa_case(
+            rng, [1] * sequences, [90] * sequences, dtype="bfloat16", head_dim=head_dim, heads=(24, 2), page_size=16
+        )
+        names = kernel_names(torch, lambda case=case: case.call(hopper))
+        if not names:
+            pytest.skip("torch's profiler sees no kernels here")
+        seen += [int(n) for name in names for n in re.findall(r"QsaRowTraits<[^<>]*?(\d+)>", name)]
+    assert seen == [8, 4, 2, 1]
+
+
 # The same of the CPU backend
 
 
@@ -336,6 +376,7 @@ def test_the_cpu_backend_makes_the_same_promises(numpy_cpu, rng):
     check_duplicates(numpy_cpu, rng, 7, **shape)
     check_no_leaks(numpy_cpu, rng, 6, **shape)
     check_special_values(numpy_cpu, rng, 5, **shape)
-    check_long_context(numpy_cpu, rng, 6, 3 * WINDOW, **shape)
+    for order in ORDERS:
+        check_long_context(numpy_cpu, rng, 6, 3 * WINDOW, order, **shape)
     check_bits(numpy_cpu, rng, (1, 4, 0, 9), **shape)
     check_decode(numpy_cpu, rng, 11, **shape)
