@@ -55,7 +55,7 @@ struct QsaPlanner {
         if (shared.resume[row] == kUnknown) find_order(row, base);
       }
     }
-    sync();
+    meet(0);
     Marks marks;
 #pragma unroll 1
     for (int row = 0; row < unit.group.rows; ++row) {
@@ -68,7 +68,7 @@ struct QsaPlanner {
     const std::int32_t beyond = __reduce_min_sync(0xffffffff, marks.beyond);
     if (thread % 32 == 0 && beyond != kNothingBeyond) atomicMin(&shared.beyond, beyond);
     if (marks.duplicate) shared.duplicate = 1;
-    sync();
+    meet(1);
   }
 
  private:
@@ -81,8 +81,12 @@ struct QsaPlanner {
     bool duplicate = false;
   };
 
-  __device__ __forceinline__ void sync() const {
-    cutlass::arch::NamedBarrier::sync(threads, threads == 256 ? kPlanners : kProducers);
+  // The first or the second time that those meet who mark a window.
+  __device__ __forceinline__ void meet(std::uint32_t time) const {
+    if (threads == 128) return producers_sync();
+    __syncwarp();
+    if (thread % 32 == 0) Barrier::arrive(&shared.planned);
+    Barrier::wait(&shared.planned, time);
   }
   __device__ __forceinline__ const std::int32_t* list_of(int row) const {
     const QsaParams& call = params.call.params;
