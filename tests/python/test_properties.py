@@ -1,7 +1,7 @@
 """Random calls of every shape against the contract: results, bits, poison, layouts, garbage.
 
-Profiles: `ci` (the default: few examples, the same in every run) and `nightly` (10,000 of each property, fresh), chosen
-with HYPOTHESIS_PROFILE.
+Profiles: `ci` (the default: few examples, the same in every run) and `nightly` (10,000 of each property, fresh, or as
+many as HYPOTHESIS_EXAMPLES says), chosen with HYPOTHESIS_PROFILE.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from hypothesis import strategies as st
 
 _COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large]}
 settings.register_profile("ci", max_examples=200, derandomize=True, database=None, **_COMMON)
-settings.register_profile("nightly", max_examples=10_000, **_COMMON)
+settings.register_profile("nightly", max_examples=int(os.environ.get("HYPOTHESIS_EXAMPLES", "10000")), **_COMMON)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 EXAMPLES: collections.Counter[str] = collections.Counter()
