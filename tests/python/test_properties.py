@@ -197,6 +197,11 @@ def test_what_is_not_read_does_not_matter(path, case, seed):
 # Layouts
 
 
+def on_16_bytes(view: Strided) -> bool:
+    size = view.buffer.itemsize
+    return all(size * step % 16 == 0 for step in (view.offset, *view.strides[:-1]))
+
+
 @examples(
     case=st.one_of(ragged_cases(), qsa_cases()), layout=st.sampled_from(sorted(set(LAYOUTS) - {"odd_unit_strides"}))
 )
@@ -213,9 +218,12 @@ def test_outputs_may_be_views_and_what_lies_between_stays(path, case, layout):
     }
     wholes = {name: path.tensor(view.buffer) for name, view in views.items()}
     case.call(path, **{name: path._view(wholes[name], view) for name, view in views.items()})
+    written = {name: np.ascontiguousarray(view.over(path.numpy(wholes[name]))) for name, view in views.items()}
+    case.check(written["out"], written["lse"])
     for name, expected in (("out", out), ("lse", lse)):
         view, whole = views[name], path.numpy(wholes[name])
-        assert_same_bits(np.ascontiguousarray(view.over(whole)), expected, name, "the packed one")
+        if path.device == "cpu" or on_16_bytes(views["out"]):  # otherwise another kernel takes it, with other bits
+            assert_same_bits(written[name], expected, name, "the packed one")
         between = np.ones(view.buffer.size, bool)
         view.over(between)[...] = False
         assert_same_bits(whole[between], view.buffer[between], f"what lies between {name}", "itself before the call")
