@@ -48,7 +48,7 @@ __device__ __forceinline__ void fetch_ahead(const QsaParams& call, const RowGrou
 
 // By all lanes of a warp.
 template <typename Traits>
-__device__ __forceinline__ QsaUnit find_unit(const QsaGroupsParams& params, std::int64_t number, QsaRole role) {
+__device__ __forceinline__ QsaUnit find_unit(const QsaGroupsParams& params, std::int64_t number) {
   const QsaParams& call = params.call.params;
   const auto groups = params.template groups<Traits::kShort>();
   const auto n = static_cast<std::uint32_t>(number), kv_heads = static_cast<std::uint32_t>(call.num_kv_heads);
@@ -68,9 +68,7 @@ __device__ __forceinline__ QsaUnit find_unit(const QsaGroupsParams& params, std:
   unit.kv_head = static_cast<int>(n % kv_heads);
   if (unit.group.rows > 0 && unit.group.owned) {
     unit.sequence = unit.group.segment - 1;
-    if constexpr (Traits::kShort) {
-      if (role == kConsumes) fetch_ahead<Traits>(call, unit.group);  // that has registers
-    }
+    if constexpr (Traits::kShort) fetch_ahead<Traits>(call, unit.group);
     const std::int64_t length =
         visible_length(call.cache_lengths[unit.sequence], call.rows.rows(unit.group.segment).size());
     unit.length = static_cast<std::int32_t>(length < params.longest ? length : params.longest);
@@ -80,7 +78,7 @@ __device__ __forceinline__ QsaUnit find_unit(const QsaGroupsParams& params, std:
 
 // The next of this CTA's units that has rows. By all lanes of a warp.
 template <typename Traits>
-__device__ __forceinline__ QsaUnit scan_units(const QsaGroupsParams& params, std::int64_t* to_look_at, QsaRole role) {
+__device__ __forceinline__ QsaUnit scan_units(const QsaGroupsParams& params, std::int64_t* to_look_at) {
   const auto groups = params.template groups<Traits::kShort>();
   const std::int64_t kv_heads = params.call.params.num_kv_heads, step = gridDim.x / Traits::kSplits;
   std::int64_t next = *to_look_at;
@@ -95,7 +93,7 @@ __device__ __forceinline__ QsaUnit scan_units(const QsaGroupsParams& params, std
       next += step * (found == 0 ? 32 : __ffs(found) - 1);
       if (found == 0) continue;
     }
-    unit = find_unit<Traits>(params, next, role);
+    unit = find_unit<Traits>(params, next);
     next += step;
   }
   if (threadIdx.x % 32 == 0) *to_look_at = next;
@@ -107,11 +105,8 @@ template <typename Traits>
 __device__ __forceinline__ bool next_unit(const QsaGroupsParams& params, QsaShared<Traits>& shared, QsaRole role) {
   role == kProduces ? producers_sync() : consumers_sync();  // the last unit has been read
   if (threadIdx.x / 32 % 4 == 0) {
-    QsaUnit unit = scan_units<Traits>(params, &shared.next_unit[role], role);
-    if (threadIdx.x % 32 == 0) {
-      unit.parity = shared.unit[role].parity ^ 1;
-      shared.unit[role] = unit;
-    }
+    const QsaUnit unit = scan_units<Traits>(params, &shared.next_unit[role]);
+    if (threadIdx.x % 32 == 0) shared.unit[role] = unit;
   }
   role == kProduces ? producers_sync() : consumers_sync();
   return shared.unit[role].group.rows > 0;
@@ -141,6 +136,19 @@ __device__ __forceinline__ void merge(const QsaGroupsParams& params, QsaShared<T
   }
 }
 
+// By all threads of the cluster. `releases`: what this thread wrote to shared memory is to be seen by the others.
+template <typename Traits>
+__device__ __forceinline__ void cluster_sync(bool releases) {
+  if constexpr (Traits::kSplits > 1) {
+    if (releases) {
+      cute::cluster_arrive();
+    } else {
+      cute::cluster_arrive_relaxed();
+    }
+    cute::cluster_wait();
+  }
+}
+
 template <typename Traits>
 __global__ void __launch_bounds__(Traits::kThreads, 2)
     qsa_groups_kernel(const __grid_constant__ QsaGroupsParams params) {
@@ -151,13 +159,9 @@ __global__ void __launch_bounds__(Traits::kThreads, 2)
     Barrier::init(&shared.k_empty, 4);
     Barrier::init(&shared.v_full, 128);
     Barrier::init(&shared.v_empty, 4);
-    Barrier::init(&shared.planned, 8);
-    Barrier::init(&shared.parts_there, Traits::kSplits);
-    Barrier::init(&shared.parts_read, Traits::kSplits);
     Barrier::init(&shared.verdict, 4);
     shared.bad_verdict = -1;
     shared.next_unit[kConsumes] = shared.next_unit[kProduces] = blockIdx.x / Traits::kSplits;
-    shared.unit[kConsumes].parity = shared.unit[kProduces].parity = 1;
     cutlass::arch::fence_barrier_init();
   }
   cudaTriggerProgrammaticLaunchCompletion();
@@ -176,10 +180,6 @@ __global__ void __launch_bounds__(Traits::kThreads, 2)
     return;
   }
 
-  if constexpr (Traits::kSplits > 1) {  // all have their barriers
-    cute::cluster_arrive_relaxed();
-    cute::cluster_wait();
-  }
   const int rank = static_cast<int>(blockIdx.x) % Traits::kSplits;
   Ring<1> verdicts;
   if (threadIdx.x >= 128) {
@@ -196,9 +196,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 2)
         again = shared.bad_verdict == static_cast<std::int32_t>(verdicts.position);
         verdicts.advance();
       } while (again);
-      if constexpr (Traits::kSplits > 1) {  // K and V go where the partial results are
-        hear_from_cluster(&shared.parts_read, producer.unit.parity);
-      }
+      cluster_sync<Traits>(false);  // partial results are there
+      cluster_sync<Traits>(false);  // and have been read
     }
   } else {
     cutlass::arch::warpgroup_reg_alloc<Traits::kConsumerRegisters>();
@@ -224,13 +223,9 @@ __global__ void __launch_bounds__(Traits::kThreads, 2)
       }
       if constexpr (Traits::kSplits > 1) {
         consumer.store_partial();
-        consumers_sync();
-        tell_cluster<Traits::kSplits>(&shared.parts_there, static_cast<int>(threadIdx.x));
-        hear_from_cluster(&shared.parts_there, consumer.unit.parity);
+        cluster_sync<Traits>(true);
         merge<Traits>(params, shared, consumer.unit, rank);
-        consumers_sync();
-        tell_cluster<Traits::kSplits>(&shared.parts_read, static_cast<int>(threadIdx.x));
-        hear_from_cluster(&shared.parts_read, consumer.unit.parity);
+        cluster_sync<Traits>(false);
       } else {
         consumer.store();
       }

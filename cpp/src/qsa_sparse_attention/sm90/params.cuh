@@ -1,7 +1,6 @@
 // What the kernel is given, and what its two roles share.
 #pragma once
 
-#include "common/cuda/sm90/cluster.cuh"
 #include "common/cuda/sm90/tma.cuh"
 #include "common/cuda/sm90/warp_search.h"
 #include "common/cuda/sm90/wgmma.cuh"
@@ -48,7 +47,6 @@ struct QsaUnit {
   std::int32_t kv_head = 0;
   std::int32_t length = 0;  // tokens that its rows may name
   std::int64_t sequence = 0;
-  std::uint32_t parity = 0;  // of the number of units that the CTA had before
 
   __device__ __forceinline__ bool needs_plan() const { return group.owned && group.rows > 1; }
 };
@@ -83,16 +81,11 @@ struct QsaShared {
   std::int32_t end;
   // full: by each producer thread's copies, and by each producer warp (K). empty: by each consumer warp.
   std::uint64_t k_full, k_empty, v_full, v_empty;
-  std::uint64_t planned;                  // by each warp of both roles
-  std::uint64_t parts_there, parts_read;  // of a cluster's partial results, by each of its CTAs
-  std::uint64_t verdict;                  // by each consumer warp, after the first pass over a group of several rows
-  std::int32_t bad_verdict;               // the last one that asked for a second pass
+  std::uint64_t verdict;     // by each consumer warp, after the first pass over a group of several rows
+  std::int32_t bad_verdict;  // the last one that asked for a second pass
   std::int32_t warp_total[Traits::kProducerWarps];  // the plan's: tokens in each producer warp's words
   std::uint16_t before[128];                        // and before those of each producer thread
   std::int32_t beyond, duplicate;  // the plan's: the first local token after the window; a token that a row lists twice
-  std::int32_t counts[kQsaMaxGroupRows];  // the plan's: of each list
-  std::int32_t resume[kQsaMaxGroupRows];  // the plan's: where its next window goes on in each list,
-  std::uint32_t unordered;                // but for those that do not ascend
   // The second pass's: tokens of the tile whose values are not all finite, and one of them: its values, and what each
   // row of the product gives it.
   std::uint32_t special[Traits::kMaskWords];
@@ -108,7 +101,7 @@ struct QsaShared {
 };
 
 // Of bar.sync; 0 is all threads'.
-enum QsaBarrier : std::uint32_t { kProducers = 1, kQsaConsumers = 2 };
+enum QsaBarrier : std::uint32_t { kProducers = 1, kQsaConsumers = 2, kPlanners = 3 };
 
 __device__ __forceinline__ void producers_sync() { cutlass::arch::NamedBarrier::sync(128, kProducers); }
 __device__ __forceinline__ void consumers_sync() { cutlass::arch::NamedBarrier::sync(128, kQsaConsumers); }

@@ -19,10 +19,6 @@
 namespace ragged_attention::sm90 {
 
 // Marks what the rows of a unit list of a window, by 128 threads or 256.
-//
-// The first window reads every list as a whole. Where a long sequence has a second, a warp a list sees whether it
-// ascends, as most do: in those, each window goes on where the last one ended. (Windows of a cluster are wider as often
-// as it has CTAs.)
 template <typename Traits>
 struct QsaPlanner {
   static constexpr std::int32_t kNothingBeyond = 0x7fffffff;
@@ -33,152 +29,56 @@ struct QsaPlanner {
   ContextShare<Traits::kSplits> share;
   int thread, threads;
 
+  __device__ __forceinline__ void sync() const {
+    cutlass::arch::NamedBarrier::sync(threads, threads == 256 ? kPlanners : kProducers);
+  }
+
   // Of the tokens whose local numbers lie in the 32 * words from `base` on. When all have called it, shared.beyond is
   // the first local number after the window that is listed, and shared.duplicate whether a row lists one twice.
   __device__ __forceinline__ void mark(std::int32_t base, std::int32_t words) {
     const QsaParams& call = params.call.params;
-    for (std::int32_t i = thread; i < unit.group.rows * words; i += threads) shared.plan[i] = 0;
+    std::uint32_t* masks = shared.plan;
+    for (std::int32_t i = thread; i < unit.group.rows * words; i += threads) masks[i] = 0;
     if (thread == 0) {
       shared.beyond = kNothingBeyond;
       shared.duplicate = 0;
     }
-    if (base == 0) {
-      const bool resumes = kResumes && unit.length >= kResumeWindows * 32 * words;
-      if (thread == 0) shared.unordered = resumes ? 0 : ~0u;
-      if (thread < unit.group.rows) {
-        shared.counts[thread] = static_cast<std::int32_t>(call.count(unit.group.begin + thread));
-        shared.resume[thread] = resumes ? kUnknown : 0;
-      }
-    } else if constexpr (kResumes) {
-#pragma unroll 1
-      for (int row = thread / 32; row < unit.group.rows; row += threads / 32) {
-        if (shared.resume[row] == kUnknown) find_order(row, base);
-      }
-    }
-    meet(0);
-    Marks marks;
-#pragma unroll 1
-    for (int row = 0; row < unit.group.rows; ++row) {
-      if (!kResumes || base == 0 || (shared.unordered >> row & 1) != 0) {
-        mark_all(row, base, words, marks);
-      } else if (row % (threads / 32) == thread / 32) {
-        mark_more(row, base, words, marks);
-      }
-    }
-    const std::int32_t beyond = __reduce_min_sync(0xffffffff, marks.beyond);
-    if (thread % 32 == 0 && beyond != kNothingBeyond) atomicMin(&shared.beyond, beyond);
-    if (marks.duplicate) shared.duplicate = 1;
-    meet(1);
-  }
-
- private:
-  static constexpr bool kResumes = Traits::kSplits == 1;
-  static constexpr std::int32_t kResumeWindows = 5;  // fewer take less time to read as a whole than to look through
-  static constexpr std::int32_t kUnknown = -1;       // of shared.resume
-
-  struct Marks {
+    const int lane = thread % 32;
+    std::int32_t counts = 0;  // lane r's is row r's
+    if (lane < unit.group.rows) counts = static_cast<std::int32_t>(call.count(unit.group.begin + lane));
+    sync();
+    constexpr int kAtOnce = 9;  // loads in flight: by 256 threads, all of a list of 2051
+    const auto places = static_cast<std::uint32_t>(32 * words), length = static_cast<std::uint32_t>(unit.length);
     std::int32_t beyond = kNothingBeyond;
     bool duplicate = false;
-  };
-
-  // The first or the second time that those meet who mark a window.
-  __device__ __forceinline__ void meet(std::uint32_t time) const {
-    if (threads == 128) return producers_sync();
-    __syncwarp();
-    if (thread % 32 == 0) Barrier::arrive(&shared.planned);
-    Barrier::wait(&shared.planned, time);
-  }
-  __device__ __forceinline__ const std::int32_t* list_of(int row) const {
-    const QsaParams& call = params.call.params;
-    return call.token_indices + (unit.group.begin + row) * call.token_indices_row_stride;
-  }
-
-  __device__ __forceinline__ void mark_token(int row, std::int32_t token, std::int32_t base, std::int32_t words,
-                                             Marks& marks) {
-    if (static_cast<std::uint32_t>(token) >= static_cast<std::uint32_t>(unit.length) || !share.owns(token)) return;
-    const std::int32_t place = share.local(token) - base;
-    if (static_cast<std::uint32_t>(place) < static_cast<std::uint32_t>(32 * words)) {
-      const std::uint32_t bit = 1u << place % 32;
-      std::uint32_t* word = shared.plan + row * words + static_cast<std::uint32_t>(place) / 32;
-      marks.duplicate |= (atomicOr(word, bit) & bit) != 0;
-    } else if (place > 0) {
-      marks.beyond = min(marks.beyond, place + base);
-    }
-  }
-
-  // All of a list, by all threads.
-  __device__ __forceinline__ void mark_all(int row, std::int32_t base, std::int32_t words, Marks& marks) {
-    constexpr int kAtOnce = 9;  // loads in flight: by 256 threads, all of a list of 2051
-    const std::int32_t* list = list_of(row);
-    const std::int32_t count = shared.counts[row];
 #pragma unroll 1
-    for (std::int32_t first = 0; first < count; first += kAtOnce * threads) {
-      const std::int32_t i = first + thread;
-      std::int32_t tokens[kAtOnce];
-#pragma unroll
-      for (int j = 0; j < kAtOnce; ++j) tokens[j] = i + j * threads < count ? list[i + j * threads] : -1;
-#pragma unroll
-      for (int j = 0; j < kAtOnce; ++j) mark_token(row, tokens[j], base, words, marks);
-    }
-  }
-
-  // Whether a list ascends, and where it goes on from `base`, by a warp: 31 entries at a time, and the next one.
-  __device__ __forceinline__ void find_order(int row, std::int32_t base) {
-    constexpr int kAtOnce = 10, kRun = 31;  // a list of 2051 in seven rounds
-    const std::int32_t* list = list_of(row);
-    const std::int32_t count = shared.counts[row];
-    const int lane = thread % 32;
-    std::int32_t before = 0;
-    bool ascends = true;
+    for (int row = 0; row < unit.group.rows; ++row) {
+      const std::int32_t count = __shfl_sync(0xffffffff, counts, row);
+      const std::int32_t* list = call.token_indices + (unit.group.begin + row) * call.token_indices_row_stride;
+      std::uint32_t* mine = masks + row * words;
 #pragma unroll 1
-    for (std::int32_t first = 0; first < count; first += kAtOnce * kRun) {
-      const std::int32_t i = first + lane;
-      std::int32_t tokens[kAtOnce];
+      for (std::int32_t first = 0; first < count; first += kAtOnce * threads) {
+        const std::int32_t i = first + thread;
+        std::int32_t tokens[kAtOnce];
 #pragma unroll
-      for (int j = 0; j < kAtOnce; ++j) tokens[j] = i + j * kRun < count ? list[i + j * kRun] : kNothingBeyond;
+        for (int j = 0; j < kAtOnce; ++j) tokens[j] = i + j * threads < count ? list[i + j * threads] : -1;
 #pragma unroll
-      for (int j = 0; j < kAtOnce; ++j) {
-        const std::int32_t next = __shfl_down_sync(0xffffffff, tokens[j], 1);
-        if (lane == kRun) continue;
-        ascends = ascends && tokens[j] <= next;
-        before += tokens[j] < base ? 1 : 0;
+        for (int j = 0; j < kAtOnce; ++j) {
+          if (static_cast<std::uint32_t>(tokens[j]) >= length || !share.owns(tokens[j])) continue;
+          const std::int32_t place = share.local(tokens[j]) - base;
+          if (static_cast<std::uint32_t>(place) < places) {
+            const std::uint32_t bit = 1u << place % 32;
+            duplicate |= (atomicOr(&mine[static_cast<std::uint32_t>(place) / 32], bit) & bit) != 0;
+          } else if (place > 0) {
+            beyond = min(beyond, place + base);
+          }
+        }
       }
     }
-    before = __reduce_add_sync(0xffffffff, before);
-    ascends = __all_sync(0xffffffff, ascends);
-    if (lane == 0) {
-      shared.resume[row] = before;
-      if (!ascends) atomicOr(&shared.unordered, 1u << row);
-    }
-  }
-
-  // What an ascending list has of the window, by a warp.
-  __device__ __forceinline__ void mark_more(int row, std::int32_t base, std::int32_t words, Marks& marks) {
-    constexpr int kAtOnce = 4;
-    const std::int32_t* list = list_of(row);
-    const std::int32_t count = shared.counts[row];
-    const std::int32_t end = unit.length - base < 32 * words ? unit.length : base + 32 * words;
-    std::int32_t first = shared.resume[row];
-    bool more = true;
-#pragma unroll 1
-    while (more && first < count) {
-      const std::int32_t i = first + thread % 32;
-      std::int32_t tokens[kAtOnce];
-#pragma unroll
-      for (int j = 0; j < kAtOnce; ++j) tokens[j] = i + 32 * j < count ? list[i + 32 * j] : kNothingBeyond;
-#pragma unroll
-      for (int j = 0; j < kAtOnce; ++j) {
-        const bool of_window = tokens[j] < end;
-        if (of_window) mark_token(row, tokens[j], base, words, marks);
-        const int entries = __popc(__ballot_sync(0xffffffff, of_window));
-        if (more) first += entries;
-        more = more && entries == 32;
-      }
-    }
-    const std::int32_t next = first < count ? list[first] : kNothingBeyond;
-    if (next < unit.length) marks.beyond = min(marks.beyond, next);
-    __syncwarp();
-    if (thread % 32 == 0) shared.resume[row] = first;
+    beyond = __reduce_min_sync(0xffffffff, beyond);
+    if (thread % 32 == 0 && beyond != kNothingBeyond) atomicMin(&shared.beyond, beyond);
+    if (duplicate) shared.duplicate = 1;
+    sync();
   }
 };
 

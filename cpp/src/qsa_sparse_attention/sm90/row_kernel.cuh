@@ -73,8 +73,6 @@ struct QsaRowShared {
   std::int32_t next_unit[Traits::kThreads / 32];      // to look at, of each warp
   std::uint64_t full[kRowChains][Traits::kPieces];    // by each producer lane's copies, and by the warp
   std::uint64_t empty[kRowChains][Traits::kPieces];   // by the warps of the chain
-  std::uint64_t merged;                               // by each consumer warp, a row of a CTA that has it for itself
-  std::uint64_t parts_there, parts_read;              // of the chains of a row that CTAs share, by each of them
 };
 
 // Of bar.sync; 0 is all threads'. A chain's warps have kChainWarps and the number of their chain in the CTA.
@@ -527,11 +525,13 @@ struct QsaRowConsumer {
         *reinterpret_cast<float2*>(to + 8 * i) = make_float2(output[i][2 * r], output[i][2 * r + 1]);
       }
     }
-    const int rank = static_cast<int>(blockIdx.x) % kCtas;
-    consumers_sync();
-    if constexpr (kCtas > 1) {
-      tell_cluster<kCtas>(&shared.parts_there, static_cast<int>(threadIdx.x));
-      hear_from_cluster(&shared.parts_there, 0);
+    int rank = 0;
+    if constexpr (kCtas == 1) {
+      consumers_sync();
+    } else {
+      rank = static_cast<int>(blockIdx.x) % kCtas;
+      cute::cluster_arrive();
+      cute::cluster_wait();
     }
     // Each CTA merges a part of the columns.
     const auto of_cta = [&](auto* mine, int cta) {
@@ -555,13 +555,9 @@ struct QsaRowConsumer {
       }
       parts.store(params.call, row.row, row.kv_head * heads + head, column);
     }
-    if constexpr (kCtas == 1) {
-      __syncwarp();
-      if (lane == 0) Barrier::arrive(&shared.merged);
-    } else {
-      consumers_sync();
-      tell_cluster<kCtas>(&shared.parts_read, static_cast<int>(threadIdx.x));
-      hear_from_cluster(&shared.parts_read, 0);  // before a CTA leaves whose parts are being read
+    if constexpr (kCtas > 1) {
+      cute::cluster_arrive_relaxed();
+      cute::cluster_wait();  // before a CTA leaves whose parts are being read
     }
   }
 };
@@ -593,11 +589,6 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) qsa_rows_kernel(const __g
   if (threadIdx.x < kRowChains * Traits::kPieces) {
     Barrier::init(&shared.full[0][threadIdx.x], 32 + 1);
     Barrier::init(&shared.empty[0][threadIdx.x], kCtas);
-    if (threadIdx.x == 0) {
-      Barrier::init(&shared.merged, kRowChains);
-      Barrier::init(&shared.parts_there, kCtas);
-      Barrier::init(&shared.parts_read, kCtas);
-    }
     cutlass::arch::fence_barrier_init();
   }
   if (threadIdx.x % 32 == 0) shared.next_unit[threadIdx.x / 32] = QsaRowScan<Traits>::first_unit();
@@ -616,24 +607,13 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) qsa_rows_kernel(const __g
     }
   }
   QsaRowScan<Traits> scan{params, shared.next_unit};
-  const bool produces = threadIdx.x >= Traits::kConsumers;
-  std::int32_t entry = kNoToken, next_entry = kNoToken;
-  if (produces) {  // as soon as can be
-    const QsaRowProducer<Traits> producer(params, shared);
-    entry = producer.read_entry(0, scan.first_row());
-    next_entry = producer.read_entry(2, scan.first_row());
-  }
-  // The barriers are there.
-  if constexpr (kCtas == 1) {
-    __syncthreads();
-  } else {
-    cute::cluster_arrive_relaxed();
-    cute::cluster_wait();
-  }
-  if (produces) {
+  if (threadIdx.x >= Traits::kConsumers) {
     cutlass::arch::warpgroup_reg_dealloc<Traits::kProducerRegisters>();
     QsaRowProducer<Traits> producer(params, shared);
-    Ring<1> rows;
+    std::int32_t entry = producer.read_entry(0, scan.first_row()),
+                 next_entry = producer.read_entry(2, scan.first_row());
+    __syncthreads();  // the barriers are there
+    bool first = true;
 #pragma unroll 1
     while (scan.find(producer.row)) {
       if (!producer.row.is_first) {
@@ -641,15 +621,25 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) qsa_rows_kernel(const __g
         next_entry = producer.read_entry(2, producer.row.row);
       }
       producer.stream(entry, next_entry, [&] {
-        // What chains have of the last row is in the same place.
-        if constexpr (kCtas == 1) Barrier::wait(&shared.merged, rows.empty_parity());
+        if (!first) __syncthreads();  // the last row's parts have been merged, in the same place
+        first = false;
       });
-      rows.advance();
       if constexpr (kCtas > 1) break;  // a cluster has one unit at most
+    }
+    if constexpr (kCtas > 1) {
+      if (!first) {
+        cute::cluster_arrive_relaxed();
+        cute::cluster_wait();
+        cute::cluster_arrive_relaxed();
+        cute::cluster_wait();
+      }
+    } else if (!first) {
+      __syncthreads();
     }
   } else {
     cutlass::arch::warpgroup_reg_alloc<Traits::kConsumerRegisters>();
     QsaRowConsumer<Traits> consumer(params, shared);
+    __syncthreads();
 #pragma unroll 1
     while (scan.find(consumer.row)) {
       consumer.begin();
@@ -657,6 +647,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) qsa_rows_kernel(const __g
       for (std::int32_t round = 0; round < consumer.rounds; ++round) consumer.step(round);
       consumer.store();
       if constexpr (kCtas > 1) break;
+      __syncthreads();
     }
   }
   store_rows_of_none<Traits>(params);
