@@ -125,19 +125,26 @@ class Calls:
         self.mode.__exit__(*error)
 
 
-def agree(torch_device, integration, model, forward, dtype="float32"):
-    """The same model with both implementations; what the operator was called with; and that attention mattered."""
+def agree(torch_device, integration, model, forward, dtype="float32", reference="float64"):
+    """The same model with both implementations; what the operator was called with.
+
+    Both are held against eager attention in float64. Outside attention they round alike, so that the error of eager
+    attention in float32 is a measure of what the machine's matrix products leave.
+    """
     torch = torch_device.xp
     with torch.inference_mode():
-        exact = forward(model)
+        exact = forward(copy.deepcopy(model).to(getattr(torch, reference)))
+
+        def error(got):
+            return float((got.double() - exact).norm() / exact.norm())
+
+        eager = error(forward(model))
         ours = copy.deepcopy(model).to(torch_device.dtype(dtype))
         integration.set_attention(ours)
         with Calls(torch) as calls:
-            got = forward(ours)
-        error = float((got.float() - exact).norm() / exact.norm())
-        assert error < (2e-5 if dtype == "float32" and torch_device.on_cpu else 2e-3 if dtype == "float32" else 5e-2), (
-            error
-        )
+            got = error(forward(ours))
+    limit = 5e-2 if dtype != "float32" else max(2e-5 if torch_device.on_cpu else 2e-3, 4 * eager)
+    assert got < limit, f"ours {got}, eager in float32 {eager}"
     return calls
 
 
@@ -236,7 +243,8 @@ def test_a_padded_batch(torch_device, integration, windows, side):
         assert bool(hidden.isfinite().all())
         return hidden * keep[..., None]  # of padding, nothing is promised
 
-    calls = agree(torch_device, integration, model, forward)
+    # In float64 the padding of Transformers' eager attention comes out as NaN.
+    calls = agree(torch_device, integration, model, forward, reference="float32")
     expected = {"left": [0, 11, 30, 60, 90], "right": [0, 30, 34, 60, 90], "both": [0, 11, 30, 34, 60, 90]}
     assert [call[1] for call in calls] == [expected.get(side, [0, 30, 60, 90])] * 3
 
