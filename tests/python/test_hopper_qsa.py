@@ -120,8 +120,8 @@ def check_long_context(
 ) -> None:
     """More than one window of a plan, and more entries than it writes out at a time; pages used over and over.
 
-    Windows go on in lists that ascend: some that do start with entries that are no tokens, end with tokens the sequence
-    does not have, or have the last token, or one twice.
+    Lists come in any order; of those that ascend, some begin with entries that are no tokens or have one twice, and all
+    end with the sequence's last token and one that it does not have.
     """
     size = 700
     indices = np.asarray(lists_alike(rng, rows, context, size, 0.3), np.int64)

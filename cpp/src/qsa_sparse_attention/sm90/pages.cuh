@@ -41,11 +41,11 @@ struct PageLookup {
 
   // Of a token within the table, or of kNoToken, whose page does not exist.
   __device__ __forceinline__ PageEntry read(std::int64_t sequence, std::int32_t token) const {
-    PageEntry entry;
     if (token == kNoToken) return {0, 1};
     const IntegerMatrix& table = cache.lookup_table;
     const auto* words = static_cast<const std::uint32_t*>(table.row0.data);
     const std::int64_t at = sequence * table.row_stride + slot(token) * table.row0.stride;
+    PageEntry entry;
     if (table.row0.type == IntegerType::kI64) {
       entry.low = words[2 * at];
       entry.high = words[2 * at + 1];

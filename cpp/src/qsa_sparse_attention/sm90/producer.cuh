@@ -96,7 +96,6 @@ struct QsaProducer {
   static constexpr int kTokens = kKeys / Traits::kProducerWarps;  // of a tile, that are this warp's
   static constexpr int kBatch = 32 / kTokens;                     // tiles
   static constexpr int kThreads = 32 * Traits::kProducerWarps;
-  static constexpr std::int32_t kNone = kNoToken;
 
   const QsaGroupsParams& params;
   QsaShared<Traits>& shared;
@@ -180,17 +179,17 @@ struct QsaProducer {
 
   // Entry i: of a plan, the place in its window; of a list, as it comes, perhaps still on its way.
   __device__ __forceinline__ std::int32_t entry(std::int32_t i) const {
-    if (i >= shared.source.end) return kNone;
+    if (i >= shared.source.end) return kNoToken;
     if (shared.source.row == QsaSource::kPlanned) return shared.list[i];
     return list_of(shared.source.row)[i];
   }
   __device__ __forceinline__ std::int32_t token_of(std::int32_t entry) const {
     if (shared.source.row == QsaSource::kPlanned)
-      return entry == kNone ? kNone : share.token(shared.source.base + entry);
+      return entry == kNoToken ? kNoToken : share.token(shared.source.base + entry);
     const std::int32_t token = in_sequence(entry);
-    if (unit.group.rows == 1 || token == kNone) return token;
+    if (unit.group.rows == 1 || token == kNoToken) return token;
     const std::int32_t place = share.local(token) - shared.source.base;
-    return share.owns(token) && place >= 0 && place < 32 * shared.source.words ? token : kNone;
+    return share.owns(token) && place >= 0 && place < 32 * shared.source.words ? token : kNoToken;
   }
 
   // Which lanes' entries each row lists: lane r gets row r's.
@@ -217,7 +216,7 @@ struct QsaProducer {
     return call().token_indices + (unit.group.begin + row) * call().token_indices_row_stride;
   }
   __device__ __forceinline__ std::int32_t in_sequence(std::int32_t token) const {
-    return token >= 0 && token < unit.length ? token : kNone;
+    return token >= 0 && token < unit.length ? token : kNoToken;
   }
 
   // --- The plan

@@ -162,7 +162,6 @@ struct QsaRowPlace {
 template <typename Traits>
 struct QsaRowProducer {
   static constexpr int kHeadDim = Traits::kHeadDim, kCtas = Traits::kCtas, kPieces = Traits::kPieces;
-  static constexpr std::int32_t kNone = kNoToken;
   static constexpr std::int64_t kNowhere = INT64_MIN;
 
   const QsaRowsParams& params;
@@ -188,12 +187,12 @@ struct QsaRowProducer {
   }
   __device__ __forceinline__ std::int32_t read_entry(std::int32_t round, std::int32_t of_row) const {
     const std::int64_t at = entry_at(round);
-    if (at >= call().selection_width) return kNone;
+    if (at >= call().selection_width) return kNoToken;
     return call().token_indices[of_row * call().token_indices_row_stride + at];
   }
   // The token of an entry, where the row lists one there.
   __device__ __forceinline__ std::int32_t token_of(std::int32_t round, std::int32_t entry) const {
-    return entry_at(round) < row.count && entry >= 0 && entry < row.length ? entry : kNone;
+    return entry_at(round) < row.count && entry >= 0 && entry < row.length ? entry : kNoToken;
   }
   __device__ __forceinline__ PageLookup pages() const { return {call().cache, params.page_shift}; }
 
