@@ -159,6 +159,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 2)
     Barrier::init(&shared.k_empty, 4);
     Barrier::init(&shared.v_full, 128);
     Barrier::init(&shared.v_empty, 4);
+    Barrier::init(&shared.planned, Traits::kThreads / 32);
     Barrier::init(&shared.verdict, 4);
     shared.bad_verdict = -1;
     shared.next_unit[kConsumes] = shared.next_unit[kProduces] = blockIdx.x / Traits::kSplits;
@@ -206,8 +207,9 @@ __global__ void __launch_bounds__(Traits::kThreads, 2)
     while (next_unit(params, shared, kConsumes)) {
       consumer.start();
       if (consumer.unit.needs_plan()) {
-        QsaPlanner<Traits>{params, shared, consumer.unit, {rank}, static_cast<int>(threadIdx.x) + 128, 256}.mark(
-            0, words_of<Traits>(consumer.unit));
+        QsaPlanner<Traits>{params, shared, consumer.unit, {rank}, static_cast<int>(threadIdx.x) + 128,
+                           Traits::kThreads}
+            .mark(0, words_of<Traits>(consumer.unit));
       }
       consumer.wait_for_q();
       consumer.template pass<false>();

@@ -81,6 +81,7 @@ struct QsaShared {
   std::int32_t end;
   // full: by each producer thread's copies, and by each producer warp (K). empty: by each consumer warp.
   std::uint64_t k_full, k_empty, v_full, v_empty;
+  std::uint64_t planned;     // by each warp, where both roles mark a window
   std::uint64_t verdict;     // by each consumer warp, after the first pass over a group of several rows
   std::int32_t bad_verdict;  // the last one that asked for a second pass
   std::int32_t warp_total[Traits::kProducerWarps];  // the plan's: tokens in each producer warp's words
@@ -101,7 +102,7 @@ struct QsaShared {
 };
 
 // Of bar.sync; 0 is all threads'.
-enum QsaBarrier : std::uint32_t { kProducers = 1, kQsaConsumers = 2, kPlanners = 3 };
+enum QsaBarrier : std::uint32_t { kProducers = 1, kQsaConsumers = 2 };
 
 __device__ __forceinline__ void producers_sync() { cutlass::arch::NamedBarrier::sync(128, kProducers); }
 __device__ __forceinline__ void consumers_sync() { cutlass::arch::NamedBarrier::sync(128, kQsaConsumers); }

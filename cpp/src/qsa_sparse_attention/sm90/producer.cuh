@@ -18,7 +18,7 @@
 
 namespace ragged_attention::sm90 {
 
-// Marks what the rows of a unit list of a window, by 128 threads or 256.
+// Marks what the rows of a unit list of a window, by the producers or by both roles.
 template <typename Traits>
 struct QsaPlanner {
   static constexpr std::int32_t kNothingBeyond = 0x7fffffff;
@@ -28,10 +28,6 @@ struct QsaPlanner {
   const QsaUnit& unit;
   ContextShare<Traits::kSplits> share;
   int thread, threads;
-
-  __device__ __forceinline__ void sync() const {
-    cutlass::arch::NamedBarrier::sync(threads, threads == 256 ? kPlanners : kProducers);
-  }
 
   // Of the tokens whose local numbers lie in the 32 * words from `base` on. When all have called it, shared.beyond is
   // the first local number after the window that is listed, and shared.duplicate whether a row lists one twice.
@@ -46,7 +42,7 @@ struct QsaPlanner {
     const int lane = thread % 32;
     std::int32_t counts = 0;  // lane r's is row r's
     if (lane < unit.group.rows) counts = static_cast<std::int32_t>(call.count(unit.group.begin + lane));
-    sync();
+    meet(0);
     constexpr int kAtOnce = 9;  // loads in flight: by 256 threads, all of a list of 2051
     const auto places = static_cast<std::uint32_t>(32 * words), length = static_cast<std::uint32_t>(unit.length);
     std::int32_t beyond = kNothingBeyond;
@@ -78,7 +74,19 @@ struct QsaPlanner {
     beyond = __reduce_min_sync(0xffffffff, beyond);
     if (thread % 32 == 0 && beyond != kNothingBeyond) atomicMin(&shared.beyond, beyond);
     if (duplicate) shared.duplicate = 1;
-    sync();
+    meet(1);
+  }
+
+ private:
+  // The first or the second time that those meet who mark a window: twice for each, so a barrier's phases are these.
+  __device__ __forceinline__ void meet(std::uint32_t time) const {
+    if (threads == Traits::kThreads) {
+      __syncwarp();
+      if (thread % 32 == 0) Barrier::arrive(&shared.planned);
+      Barrier::wait(&shared.planned, time);
+    } else {
+      producers_sync();
+    }
   }
 };
 
@@ -124,7 +132,7 @@ struct QsaProducer {
     std::int32_t next = kNothingBeyond, tokens = 0;             // window after it; of its plan
     int done = 0, parts = 0;  // of the window: lists as they stand, or parts of its plan
     // Both roles mark the first window: nobody has anything else to do yet.
-    int planners = again ? kThreads : 256;
+    int planners = again ? kThreads : Traits::kThreads;
 #pragma unroll 1
     while (base != kNothingBeyond) {
       if (done == parts) {

@@ -73,6 +73,7 @@ struct QsaRowShared {
   std::int32_t next_unit[Traits::kThreads / 32];      // to look at, of each warp
   std::uint64_t full[kRowChains][Traits::kPieces];    // by each producer lane's copies, and by the warp
   std::uint64_t empty[kRowChains][Traits::kPieces];   // by the warps of the chain
+  std::uint64_t merged;                               // by each consumer warp: a row, where a CTA has it for itself
 };
 
 // Of bar.sync; 0 is all threads'. A chain's warps have kChainWarps and the number of their chain in the CTA.
@@ -554,7 +555,10 @@ struct QsaRowConsumer {
       }
       parts.store(params.call, row.row, row.kv_head * heads + head, column);
     }
-    if constexpr (kCtas > 1) {
+    if constexpr (kCtas == 1) {
+      __syncwarp();
+      if (lane == 0) Barrier::arrive(&shared.merged);
+    } else {
       cute::cluster_arrive_relaxed();
       cute::cluster_wait();  // before a CTA leaves whose parts are being read
     }
@@ -588,22 +592,22 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) qsa_rows_kernel(const __g
   if (threadIdx.x < kRowChains * Traits::kPieces) {
     Barrier::init(&shared.full[0][threadIdx.x], 32 + 1);
     Barrier::init(&shared.empty[0][threadIdx.x], kCtas);
+    if (threadIdx.x == 0) Barrier::init(&shared.merged, kRowChains);
     cutlass::arch::fence_barrier_init();
   }
   if (threadIdx.x % 32 == 0) shared.next_unit[threadIdx.x / 32] = QsaRowScan<Traits>::first_unit();
-  __syncwarp();
   cudaTriggerProgrammaticLaunchCompletion();
+  bool takes = !params.sparse;
   if (params.sparse) {
     const RaggedRows& rows = params.call.params.rows;
-    bool takes = false;
     for (std::int64_t segment = threadIdx.x; segment < rows.num_segments() && !takes; segment += Traits::kThreads) {
       const std::int64_t size = rows.rows(segment).size();
       takes = size > 0 && qsa_is_apart(size, rows.owned(segment));
     }
-    if (!__syncthreads_or(takes)) {
-      cudaGridDependencySynchronize();
-      return;
-    }
+  }
+  if (!__syncthreads_or(takes)) {
+    cudaGridDependencySynchronize();
+    return;
   }
   QsaRowScan<Traits> scan{params, shared.next_unit};
   if (threadIdx.x >= Traits::kConsumers) {
@@ -611,8 +615,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) qsa_rows_kernel(const __g
     QsaRowProducer<Traits> producer(params, shared);
     std::int32_t entry = producer.read_entry(0, scan.first_row()),
                  next_entry = producer.read_entry(2, scan.first_row());
-    __syncthreads();  // the barriers are there
-    bool first = true;
+    Ring<1> rows;
 #pragma unroll 1
     while (scan.find(producer.row)) {
       if (!producer.row.is_first) {
@@ -620,25 +623,21 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) qsa_rows_kernel(const __g
         next_entry = producer.read_entry(2, producer.row.row);
       }
       producer.stream(entry, next_entry, [&] {
-        if (!first) __syncthreads();  // the last row's parts have been merged, in the same place
-        first = false;
+        // The last row's parts have been merged, in the same place.
+        if constexpr (kCtas == 1) Barrier::wait(&shared.merged, rows.empty_parity());
       });
-      if constexpr (kCtas > 1) break;  // a cluster has one unit at most
-    }
-    if constexpr (kCtas > 1) {
-      if (!first) {
+      rows.advance();
+      if constexpr (kCtas > 1) {  // parts are there, and have been read
         cute::cluster_arrive_relaxed();
         cute::cluster_wait();
         cute::cluster_arrive_relaxed();
         cute::cluster_wait();
+        break;  // a cluster has one unit at most
       }
-    } else if (!first) {
-      __syncthreads();
     }
   } else {
     cutlass::arch::warpgroup_reg_alloc<Traits::kConsumerRegisters>();
     QsaRowConsumer<Traits> consumer(params, shared);
-    __syncthreads();
 #pragma unroll 1
     while (scan.find(consumer.row)) {
       consumer.begin();
@@ -646,7 +645,6 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) qsa_rows_kernel(const __g
       for (std::int32_t round = 0; round < consumer.rounds; ++round) consumer.step(round);
       consumer.store();
       if constexpr (kCtas > 1) break;
-      __syncthreads();
     }
   }
   store_rows_of_none<Traits>(params);
