@@ -53,6 +53,11 @@ struct QsaRowTraits {
   static constexpr int kConsumerRegisters = 184, kProducerRegisters = 72;
 };
 
+// What is computed at a time.
+struct QsaRowUnit {
+  std::int32_t row, kv_head;
+};
+
 template <typename Traits>
 struct QsaRowShared {
   static constexpr int kPartialStride = Traits::kHeadDim + 8;  // columns; the 8 spread four rows over the banks
@@ -73,6 +78,7 @@ struct QsaRowShared {
   std::int32_t next_unit[Traits::kThreads / 32];      // to look at, of each warp
   std::uint64_t full[kRowChains][Traits::kPieces];    // by each producer lane's copies, and by the warp
   std::uint64_t empty[kRowChains][Traits::kPieces];   // by the warps of the chain
+  QsaRowUnit to_merge;                                // the cluster's; row -1: it has none
   std::uint64_t merged;                               // by each consumer warp: a row, where a CTA has it for itself
 };
 
@@ -224,14 +230,14 @@ struct QsaRowProducer {
   }
 
   // All of a row; `first` and `second` are entries of its first rounds. `before_the_first` is called when those have
-  // been looked up.
+  // been looked up, if there are tiles for this warp.
   template <typename BeforeTheFirst>
   __device__ __forceinline__ void stream(std::int32_t first, std::int32_t second,
                                          const BeforeTheFirst& before_the_first) {
     const std::int32_t tiles = row_chain(row.count, to.chain);
     std::int32_t token = token_of(0, first), entry = second;
     PageEntry page = pages().read(row.sequence, token);
-    before_the_first();
+    if (to.place < tiles) before_the_first();
 #pragma unroll 1
     for (std::int32_t round = 0; round * kCtas + to.place < tiles; round += 2) {
       const bool exists = pages().exists(page);
@@ -506,8 +512,8 @@ struct QsaRowConsumer {
     if constexpr (kCtas > 1) chain_sync();  // all have read what was exchanged
   }
 
-  // The chains, in their order.
-  __device__ __forceinline__ void store() {
+  // What the chains have, in the place of the pieces.
+  __device__ __forceinline__ void store_parts() {
     used += 2 * static_cast<std::uint32_t>(rounds);
     consumers_sync();  // nobody needs the pieces any more
     const int heads = call().group();
@@ -525,45 +531,36 @@ struct QsaRowConsumer {
         *reinterpret_cast<float2*>(to + 8 * i) = make_float2(output[i][2 * r], output[i][2 * r + 1]);
       }
     }
-    int rank = 0;
-    if constexpr (kCtas == 1) {
-      consumers_sync();
-    } else {
-      rank = static_cast<int>(blockIdx.x) % kCtas;
-      cute::cluster_arrive();
-      cute::cluster_wait();
-    }
-    // Each CTA merges a part of the columns.
-    const auto of_cta = [&](auto* mine, int cta) {
-      if constexpr (kCtas == 1) {
-        return mine;
-      } else {
-        return cooperative_groups::this_cluster().map_shared_rank(mine, cta);
-      }
-    };
-    constexpr int kFours = kColumns / 4;
-    for (int i = static_cast<int>(threadIdx.x); i < heads * kFours; i += Traits::kConsumers) {
-      const int head = i / kFours, column = rank * kColumns + i % kFours * 4;
-      RowParts<kRowChains> parts;
-#pragma unroll
-      for (int c = 0; c < kRowChains; ++c) {
-        constexpr int kChains = Traits::kChains;
-        parts.maxima[c] = *of_cta(&shared.parts.maxima[c % kChains][head], c / kChains);
-        parts.sums[c] = *of_cta(&shared.parts.sums[c % kChains][head], c / kChains);
-        parts.outputs[c] =
-            *reinterpret_cast<const float4*>(of_cta(&shared.parts.outputs[c % kChains][head][column], c / kChains));
-      }
-      parts.store(params.call, row.row, row.kv_head * heads + head, column);
-    }
-    if constexpr (kCtas == 1) {
-      __syncwarp();
-      if (lane == 0) Barrier::arrive(&shared.merged);
-    } else {
-      cute::cluster_arrive_relaxed();
-      cute::cluster_wait();  // before a CTA leaves whose parts are being read
-    }
   }
 };
+
+// The chains of a row, in their order, by the consumers of all its CTAs; each CTA a part of the columns.
+template <typename Traits>
+__device__ __forceinline__ void merge_row(const QsaRowsParams& params, QsaRowShared<Traits>& shared,
+                                          QsaRowUnit unit) {
+  const auto of_cta = [&](auto* mine, int cta) {
+    if constexpr (Traits::kCtas == 1) {
+      return mine;
+    } else {
+      return cooperative_groups::this_cluster().map_shared_rank(mine, cta);
+    }
+  };
+  const int heads = params.call.params.group(), rank = static_cast<int>(blockIdx.x) % Traits::kCtas;
+  constexpr int kFours = Traits::kColumns / 4;
+  for (int i = static_cast<int>(threadIdx.x); i < heads * kFours; i += Traits::kConsumers) {
+    const int head = i / kFours, column = rank * Traits::kColumns + i % kFours * 4;
+    RowParts<kRowChains> parts;
+#pragma unroll
+    for (int c = 0; c < kRowChains; ++c) {
+      constexpr int kChains = Traits::kChains;
+      parts.maxima[c] = *of_cta(&shared.parts.maxima[c % kChains][head], c / kChains);
+      parts.sums[c] = *of_cta(&shared.parts.sums[c % kChains][head], c / kChains);
+      parts.outputs[c] =
+          *reinterpret_cast<const float4*>(of_cta(&shared.parts.outputs[c % kChains][head][column], c / kChains));
+    }
+    parts.store(params.call, unit.row, unit.kv_head * heads + head, column);
+  }
+}
 
 // Rows before the first sequence and after the last get 0 and -inf.
 template <typename Traits>
@@ -592,7 +589,10 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) qsa_rows_kernel(const __g
   if (threadIdx.x < kRowChains * Traits::kPieces) {
     Barrier::init(&shared.full[0][threadIdx.x], 32 + 1);
     Barrier::init(&shared.empty[0][threadIdx.x], kCtas);
-    if (threadIdx.x == 0) Barrier::init(&shared.merged, kRowChains);
+    if (threadIdx.x == 0) {
+      Barrier::init(&shared.merged, kRowChains);
+      shared.to_merge = {-1, 0};
+    }
     cutlass::arch::fence_barrier_init();
   }
   if (threadIdx.x % 32 == 0) shared.next_unit[threadIdx.x / 32] = QsaRowScan<Traits>::first_unit();
@@ -610,7 +610,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) qsa_rows_kernel(const __g
     return;
   }
   QsaRowScan<Traits> scan{params, shared.next_unit};
-  if (threadIdx.x >= Traits::kConsumers) {
+  const bool consumes = threadIdx.x < Traits::kConsumers;
+  if (!consumes) {
     cutlass::arch::warpgroup_reg_dealloc<Traits::kProducerRegisters>();
     QsaRowProducer<Traits> producer(params, shared);
     std::int32_t entry = producer.read_entry(0, scan.first_row()),
@@ -623,17 +624,12 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) qsa_rows_kernel(const __g
         next_entry = producer.read_entry(2, producer.row.row);
       }
       producer.stream(entry, next_entry, [&] {
-        // The last row's parts have been merged, in the same place.
+        // The last row's parts have been merged, in the same place. No row without tiles for this warp waits: it
+        // could miss the phase, as consumers that do not wait for this warp may be rows ahead.
         if constexpr (kCtas == 1) Barrier::wait(&shared.merged, rows.empty_parity());
       });
       rows.advance();
-      if constexpr (kCtas > 1) {  // parts are there, and have been read
-        cute::cluster_arrive_relaxed();
-        cute::cluster_wait();
-        cute::cluster_arrive_relaxed();
-        cute::cluster_wait();
-        break;  // a cluster has one unit at most
-      }
+      if constexpr (kCtas > 1) break;  // a cluster has one unit at most
     }
   } else {
     cutlass::arch::warpgroup_reg_alloc<Traits::kConsumerRegisters>();
@@ -643,9 +639,24 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) qsa_rows_kernel(const __g
       consumer.begin();
 #pragma unroll 1
       for (std::int32_t round = 0; round < consumer.rounds; ++round) consumer.step(round);
-      consumer.store();
-      if constexpr (kCtas > 1) break;
+      consumer.store_parts();
+      if constexpr (kCtas > 1) {
+        if (threadIdx.x == 0) shared.to_merge = {consumer.row.row, consumer.row.kv_head};
+        break;
+      }
+      QsaRowConsumer<Traits>::consumers_sync();
+      merge_row<Traits>(params, shared, {consumer.row.row, consumer.row.kv_head});
+      __syncwarp();
+      if (threadIdx.x % 32 == 0) Barrier::arrive(&shared.merged);
     }
+  }
+  // Both roles, at one place of the code.
+  if constexpr (kCtas > 1) {
+    cute::cluster_arrive();
+    cute::cluster_wait();
+    if (consumes && shared.to_merge.row >= 0) merge_row<Traits>(params, shared, shared.to_merge);
+    cute::cluster_arrive_relaxed();
+    cute::cluster_wait();  // before a CTA leaves whose parts are being read
   }
   store_rows_of_none<Traits>(params);
   // The kernel before this one may still be at work; whatever comes next on the stream waits for this one alone.
