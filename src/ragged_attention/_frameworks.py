@@ -106,8 +106,10 @@ class Torch(Framework):
 
     def empty(self, like: Any, rank: int, dtype: str | None, name: str) -> Any:
         torch = sys.modules["torch"]
-        if dtype is None and rank == like.dim() and like.layout is torch.strided:
-            return torch.empty_like(like, memory_format=torch.contiguous_format)  # half the cost of new_empty
+        if dtype is None and rank == like.dim() and like.layout is torch.strided:  # half the cost of new_empty
+            if like.is_contiguous():
+                return torch.empty_like(like)  # half the cost of naming the format
+            return torch.empty_like(like, memory_format=torch.contiguous_format)
         if dtype is None:
             return like.new_empty(like.shape[:rank])
         return like.new_empty(like.shape[:rank], dtype=getattr(torch, dtype))
@@ -162,15 +164,15 @@ def refuse_pending(tensors: dict[str, Any]) -> None:
     torch = sys.modules.get("torch")
     if torch is None or not hasattr(torch, "is_grad_enabled"):  # not loaded, or still loading
         return
-    grad_mode = torch.is_grad_enabled()
+    tensor_type = torch.Tensor
     for name, tensor in tensors.items():
-        if not isinstance(tensor, torch.Tensor):
+        if tensor is None or not isinstance(tensor, tensor_type):
             continue
         if tensor.is_neg():
             raise ValueError(
                 f"{name}: expected a materialised tensor, got a lazily negated view; call resolve_neg() on it first"
             )
-        if grad_mode and tensor.requires_grad:
+        if tensor.requires_grad and torch.is_grad_enabled():
             raise NotImplementedError(
                 f"{name}: expected a tensor that does not require grad, got one with requires_grad=True while grad "
                 f"mode is on; there is no backward yet: detach it, or call under torch.no_grad()"

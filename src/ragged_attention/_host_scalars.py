@@ -54,7 +54,9 @@ def _host_int(value: Any, name: str) -> int:
 
 
 def host_bool(value: Any, name: str) -> bool:
-    if isinstance(value, (bool, np.bool_)) or (type(value) is int and value in (0, 1)):
+    if value is True or value is False:
+        return value
+    if isinstance(value, np.bool_) or (type(value) is int and value in (0, 1)):
         return bool(value)
     raise TypeError(f"{name}: expected True or False, got {described(value)}")
 

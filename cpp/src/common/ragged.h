@@ -65,8 +65,8 @@ struct RaggedRows {
 
   // Rows of the longest sequence: the hint, or a guess if it is negative. For orders and launch shapes alone.
   std::int64_t likely_longest(std::int64_t hint) const {
-    if (hint >= 0) return hint;
-    return batch > 0 ? 2 * total / batch : 0;
+    const std::int64_t likely = hint >= 0 ? hint : (batch > 0 ? 2 * total / batch : 0);
+    return likely < total ? likely : total;
   }
 };
 

@@ -1,5 +1,4 @@
 // Host side of the Hopper kernels: whether they take a call, and which instantiations.
-#include <algorithm>
 #include <string>
 #include <utility>
 
@@ -24,7 +23,7 @@ void launch_all(const QsaKernelParams& call, int device, void* stream) {
   const RaggedRows& rows = params.rows;
   const bool apart = sm90::qsa_has_apart(params.group());
   const bool has_short = !apart || rows.total > sm90::kQsaApartRows, has_long = rows.total > sm90::kQsaShortRows;
-  const std::int64_t longest = std::min(rows.likely_longest(params.longest_hint), rows.total);
+  const std::int64_t longest = rows.likely_longest(params.longest_hint);
   bool beside = false;
   const auto launch_rows = [&](bool sparse) {
     if (apart) sm90::launch_qsa_rows<Element, kHeadDim>(call, std::exchange(beside, true), sparse, device, stream);

@@ -96,6 +96,7 @@ __device__ __forceinline__ QsaUnit scan_units(const QsaGroupsParams& params, std
     unit = find_unit<Traits>(params, next);
     next += step;
   }
+  __syncwarp();  // all have read it
   if (threadIdx.x % 32 == 0) *to_look_at = next;
   return unit;
 }

@@ -146,8 +146,9 @@ struct QsaRowScan {
       result.sequence = __shfl_sync(0xffffffff, sequence, first);
       result.length = __shfl_sync(0xffffffff, length, first);
       result.count = __shfl_sync(0xffffffff, count, first);
-      __syncwarp();
+      __syncwarp();  // all have read it
       if (lane == 0) next_unit[threadIdx.x / 32] = unit + step();
+      __syncwarp();
       return true;
     }
     return false;

@@ -4,7 +4,7 @@
 // each tile of keys. The short one loses less at both ends of a sequence: up to D 128, two or three CTAs of one
 // warpgroup on a multiprocessor, one's loads and stores under the others' arithmetic, and Q two tiles ahead; above, a
 // second stage for Q in the place of longer tiles of keys. Which kernel computes a sequence depends on its own length,
-// the head dim and whether the mask is narrow, never on the batch: so do its bits.
+// the head dim and the mask, never on the batch: so do its bits.
 #pragma once
 
 #include <cstdint>
@@ -24,6 +24,10 @@ struct TileShape {
   int unit_heads;  // most query heads that a CTA takes at once
 };
 
+// The long kernel takes several heads at once only where sequences are probably no longer than this. A unit of short
+// tiles costs as much to find as to compute; of long ones, the last would be waited for.
+constexpr std::int64_t kAlikeRows = 512;
+
 // Registers a thread where setmaxnreg moves them from the producers to the consumers.
 struct Registers {
   int producer, consumer;
@@ -42,46 +46,47 @@ template <>
 struct Tiles<64> {
   // Three warpgroups: O is small, and the exponentials of one take as long as its products, so two others run
   // meanwhile.
-  static constexpr TileShape kLong = {3, 112, 2, 2, 2, 1, true, 1};  // 104 KB
+  static constexpr TileShape kLong = {3, 112, 2, 2, 2, 1, true, 8};  // 104 KB
   // O is small enough for three CTAs: 10 % faster under a window of 128 tokens.
   static constexpr TileShape kShort = {1, 64, 3, 2, 2, 3, false, 8};  // 56 KB
-  // The most rows of a sequence that the short kernel takes. With 512, sequences of 16 to 511 rows in one batch are
-  // faster, 32 x 512 is slower, causal by 3 % and full by 17 %.
-  static constexpr int kShortRows = 256;
+  // The most rows of a sequence that the short kernel takes. Under a causal mask its tiles of 64 rows compute less that
+  // is not needed: 32 x 512 is 10 % faster than by the long kernel, 16 x 1024 4 %, 8 x 2048 slower. Without a mask,
+  // 32 x 512 is 3 % slower.
+  static constexpr int kShortRows = 256, kShortCausalRows = 1024;
 };
 template <>
 struct Tiles<80> {  // 72 too: the columns from 72 on arrive as zeros and are not stored
-  static constexpr TileShape kLong = {3, 112, 2, 2, 2, 1, true, 1};  // 208 KB
+  static constexpr TileShape kLong = {3, 112, 2, 2, 2, 1, true, 8};  // 208 KB
   // Three stages for Q: at D 128, 2 to 3 % faster than two at 40 to 128 rows. D 80 and 96 are taken to be alike.
   static constexpr TileShape kShort = {1, 64, 3, 2, 2, 2, false, 8};  // 112 KB
-  static constexpr int kShortRows = 256;
+  static constexpr int kShortRows = 256, kShortCausalRows = 256;
 };
 template <>
 struct Tiles<96> {
   // 112 keys would not fit the registers.
-  static constexpr TileShape kLong = {3, 96, 2, 2, 2, 1, true, 1};    // 192 KB
+  static constexpr TileShape kLong = {3, 96, 2, 2, 2, 1, true, 8};    // 192 KB
   static constexpr TileShape kShort = {1, 64, 3, 2, 2, 2, false, 8};  // 112 KB
-  static constexpr int kShortRows = 256;
+  static constexpr int kShortRows = 256, kShortCausalRows = 256;
 };
 template <>
 struct Tiles<128> {
   // 160 keys: as fast at 16384 tokens, slower at 512, where a quarter of the last tile is empty.
-  static constexpr TileShape kLong = {2, 128, 2, 2, 2, 1, true, 1};   // 192 KB
+  static constexpr TileShape kLong = {2, 128, 2, 2, 2, 1, true, 8};   // 192 KB
   static constexpr TileShape kShort = {1, 64, 3, 2, 2, 2, false, 8};  // 112 KB
-  static constexpr int kShortRows = 256;
+  static constexpr int kShortRows = 256, kShortCausalRows = 256;
 };
 template <>
 struct Tiles<192> {
   static constexpr TileShape kLong = {2, 112, 1, 2, 2, 1, false, 1};  // 216 KB
   static constexpr TileShape kShort = {2, 64, 2, 2, 2, 1, false, 8};  // 192 KB
-  static constexpr int kShortRows = 1024;
+  static constexpr int kShortRows = 1024, kShortCausalRows = 1024;
 };
 template <>
 struct Tiles<256> {
   // kLong is 8 to 18 % faster than kShort from 4096 rows on, kShort 15 % faster at 512. Turns make no difference.
   static constexpr TileShape kLong = {2, 80, 1, 2, 2, 1, false, 1};   // 224 KB
   static constexpr TileShape kShort = {2, 64, 2, 2, 1, 1, false, 8};  // 224 KB
-  static constexpr int kShortRows = 1024;
+  static constexpr int kShortRows = 1024, kShortCausalRows = 1024;
 };
 
 }  // namespace ragged_attention::sm90

@@ -29,22 +29,23 @@ bool narrow(const Mask& mask, std::int64_t short_rows) {
 
 template <typename Element, int kHeadDim>
 void launch_both(const RaggedParams& params, int device, void* stream) {
-  constexpr int kShortRows = sm90::Tiles<kHeadDim>::kShortRows;
-  if (narrow(params.mask, kShortRows)) {
+  using Tiles = sm90::Tiles<kHeadDim>;
+  if (narrow(params.mask, Tiles::kShortRows)) {
     return sm90::launch_ragged_short<Element, kHeadDim>(params, sm90::kAnyLength, false, device, stream);
   }
+  const int border = params.mask.is_causal() ? Tiles::kShortCausalRows : Tiles::kShortRows;
   // Only shapes are known here. Where they do not rule out a long sequence, the long kernel has to look.
-  if (params.rows.total <= kShortRows) {
-    return sm90::launch_ragged_short<Element, kHeadDim>(params, kShortRows, false, device, stream);
+  if (params.rows.total <= border) {
+    return sm90::launch_ragged_short<Element, kHeadDim>(params, border, false, device, stream);
   }
   // The second kernel starts as the first one's CTAs end. First the one that has more to do, as far as one can tell:
   // the other's look at the offsets is then hidden.
-  if (params.rows.likely_longest(params.longest_hint) > kShortRows) {
-    sm90::launch_ragged_long<Element, kHeadDim>(params, false, device, stream);
-    sm90::launch_ragged_short<Element, kHeadDim>(params, kShortRows, true, device, stream);
+  if (params.rows.likely_longest(params.longest_hint) > border) {
+    sm90::launch_ragged_long<Element, kHeadDim>(params, border, false, device, stream);
+    sm90::launch_ragged_short<Element, kHeadDim>(params, border, true, device, stream);
   } else {
-    sm90::launch_ragged_short<Element, kHeadDim>(params, kShortRows, false, device, stream);
-    sm90::launch_ragged_long<Element, kHeadDim>(params, true, device, stream);
+    sm90::launch_ragged_short<Element, kHeadDim>(params, border, false, device, stream);
+    sm90::launch_ragged_long<Element, kHeadDim>(params, border, true, device, stream);
   }
 }
 

@@ -49,6 +49,9 @@ struct RaggedTraits {
   static_assert(!kMovesRegisters || kConsumers * kRegisters.consumer + kRegisters.producer <=
                                         (kConsumers + 1) * (65536 / (kThreads * kShape.ctas) / 8 * 8));
 
+  // Keys and values stay where they are for all heads of a unit that share them, where they fit.
+  static constexpr bool kKeepsKv = !kLong && kShape.unit_heads > 1;
+
   // A softmax of few instructions that runs under the product of O, and O brought to a new maximum under the next
   // scores' product, only where there is one: 9 % at D 256 and 16384 rows. Up to D 128, with turns, slower.
   static constexpr bool kVoted = kLong && kHeadDim > 128;
@@ -145,7 +148,8 @@ struct Scheduler {
                                 : KeySpan{};
     }
     // Where all the keys fit, they are loaded once for all heads that share them.
-    const bool fits = keys.count > 0 && keys.count <= Traits::kKStages && keys.count <= Traits::kVStages;
+    const bool fits = Traits::kKeepsKv && keys.count > 0 && keys.count <= Traits::kKStages &&
+                      keys.count <= Traits::kVStages;
     const int end = first_head + params.unit_heads;
 #pragma unroll 1
     for (int head = first_head; head < end; ++head) {
@@ -280,7 +284,7 @@ struct Consumer {
   }
 
   __device__ __forceinline__ static bool keeps_kv(const Tile& tile) {
-    return Traits::kShape.unit_heads > 1 && tile.keeps_kv;
+    return Traits::kKeepsKv && tile.keeps_kv;
   }
 
   // --- Rings
@@ -645,7 +649,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kShape.ctas)
   }
   cudaTriggerProgrammaticLaunchCompletion();
   const typename Traits::Schedule schedule{params.rows, params.longest, params.num_heads, params.band,
-                                           params.unit_heads};
+                                           params.unit_heads, params.longer};
   const int mine = find_work<Traits>(schedule);
   if constexpr (!Traits::kLong) {
     const int tokens = __syncthreads_or(mine & kTokens), others = __syncthreads_or(mine & kTinySequences);
@@ -686,7 +690,8 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kShape.ctas)
 }
 
 template <typename Traits>
-void launch_ragged(const RaggedParams& params, std::int32_t longest, bool beside, int device, StreamHandle stream) {
+void launch_ragged(const RaggedParams& params, std::int32_t longer, std::int32_t longest, bool beside, int device,
+                   StreamHandle stream) {
   RaggedKernelParams kernel_params;
   const bool is_bfloat16 = params.dtype == kBFloat16;
   const auto encode = [&](CUtensorMap* map, const void* data, std::int64_t row_stride, std::int64_t head_stride,
@@ -720,11 +725,13 @@ void launch_ragged(const RaggedParams& params, std::int32_t longest, bool beside
   kernel_params.band = kernel_params.tickets == nullptr ? params.num_q_heads
                                                         : heads_in_band(params.rows, params.mask, params.num_kv_heads,
                                                                         params.group(), params.head_dim);
+  kernel_params.longer = longer;
   kernel_params.longest = longest;
   typename Traits::Schedule schedule{params.rows, longest, params.num_q_heads, kernel_params.band, 1};
   const int resident = cuda_device_info(device).num_multiprocessors * Traits::kShape.ctas;
   // Several heads a unit share a search and perhaps their keys; but there has to be work for everybody.
-  for (int heads = 2; heads <= Traits::kShape.unit_heads; ++heads) {
+  const bool alike = !Traits::kLong || params.rows.likely_longest(params.longest_hint) <= kAlikeRows;
+  for (int heads = 2; alike && heads <= Traits::kShape.unit_heads; ++heads) {
     if (schedule.num_ids() * params.num_q_heads / heads < 16 * resident) break;
     if (kernel_params.band % heads == 0 && (params.group() % heads == 0 || heads % params.group() == 0)) {
       schedule.unit_heads = heads;
@@ -737,14 +744,14 @@ void launch_ragged(const RaggedParams& params, std::int32_t longest, bool beside
 }
 
 template <typename Element, int kHeadDim>
-void launch_ragged_long(const RaggedParams& params, bool beside, int device, StreamHandle stream) {
-  launch_ragged<RaggedTraits<Element, kHeadDim, true>>(params, kAnyLength, beside, device, stream);
+void launch_ragged_long(const RaggedParams& params, std::int32_t longer, bool beside, int device, StreamHandle stream) {
+  launch_ragged<RaggedTraits<Element, kHeadDim, true>>(params, longer, kAnyLength, beside, device, stream);
 }
 
 template <typename Element, int kHeadDim>
 void launch_ragged_short(const RaggedParams& params, std::int32_t longest, bool beside, int device,
                          StreamHandle stream) {
-  launch_ragged<RaggedTraits<Element, kHeadDim, false>>(params, longest, beside, device, stream);
+  launch_ragged<RaggedTraits<Element, kHeadDim, false>>(params, 0, longest, beside, device, stream);
 }
 
 }  // namespace ragged_attention::sm90

@@ -12,12 +12,12 @@ using StreamHandle = void*;
 //
 // Both may start beside the kernel before them on the stream, which must then be the other one: `beside`.
 //
-// Sequences of more than Tiles<kHeadDim>::kShortRows rows.
+// Sequences of more than `longer` rows, which is at least Tiles<kHeadDim>::kShortRows.
 template <typename Element, int kHeadDim>
-void launch_ragged_long(const RaggedParams& params, bool beside, int device, StreamHandle stream);
+void launch_ragged_long(const RaggedParams& params, std::int32_t longer, bool beside, int device, StreamHandle stream);
 
-// Sequences of at most `longest` rows, and the rows of no sequence up to as many: kShortRows, or kAnyLength where there
-// is no long kernel in the call.
+// Sequences of at most `longest` rows, and the rows of no sequence up to as many: kAnyLength where there is no long
+// kernel in the call.
 template <typename Element, int kHeadDim>
 void launch_ragged_short(const RaggedParams& params, std::int32_t longest, bool beside, int device,
                          StreamHandle stream);

@@ -32,8 +32,8 @@ RAGGED_ATTENTION_HOST_DEVICE bool is_tiny(std::int64_t length, bool owned) {
   return owned && length > 0 && length <= kTinyRows;
 }
 
-// The segments (sequences, and the unowned rows at both ends) of more than `kLonger` and at most `longest` rows that
-// are not tiny, cut into tiles of kBlockM rows.
+// The segments (sequences, and the unowned rows at both ends) of more than `longer` and at most `longest` rows that are
+// not tiny, cut into tiles of kBlockM rows. kLonger is no more than `longer`, and known.
 //
 // Tiles have ids that need no prefix sum. Tile m of a segment that begins at row b has the id f(b) + m, where
 //     f(b) = b / kBlockM + b / kLonger      if kLonger > 0: two such segments begin more than kLonger rows apart,
@@ -51,6 +51,7 @@ struct Schedule {
   // flight fit in L2. Divides num_heads.
   std::int32_t band = 1;
   std::int32_t unit_heads = 1;  // divides band
+  std::int32_t longer = kLonger;
 
   RAGGED_ATTENTION_HOST_DEVICE std::int64_t num_ids() const {
     const std::int64_t marks = kLonger > 0 ? rows.total / (kLonger > 0 ? kLonger : 1) + 1 : rows.num_segments();
@@ -66,7 +67,7 @@ struct Schedule {
   }
 
   RAGGED_ATTENTION_HOST_DEVICE bool takes(std::int64_t length, bool owned) const {
-    return length > kLonger && length <= longest && !is_tiny(length, owned);
+    return length > longer && length <= longest && !is_tiny(length, owned);
   }
 
   // Units run over the heads of a band first, then over ids from the last to the first (under a causal mask a

@@ -2,7 +2,7 @@
 
 namespace ragged_attention::sm90 {
 
-template void launch_ragged_long<cutlass::half_t, 96>(const RaggedParams&, bool, int, StreamHandle);
+template void launch_ragged_long<cutlass::half_t, 96>(const RaggedParams&, std::int32_t, bool, int, StreamHandle);
 template void launch_ragged_short<cutlass::half_t, 96>(const RaggedParams&, std::int32_t, bool, int, StreamHandle);
 
 }  // namespace ragged_attention::sm90
