@@ -141,6 +141,21 @@ TEST_CASE("garbage offsets never leave the rows") {
   CHECK(bad == 0);
 }
 
+TEST_CASE("the longest sequence is what the hint says, or twice the average, and never longer than the tensor") {
+  const auto likely = [](std::int64_t total, std::int64_t batch, std::int64_t hint) {
+    RaggedRows rows;
+    rows.total = total;
+    rows.batch = batch;
+    return rows.likely_longest(hint);
+  };
+  CHECK(likely(100, 4, -1) == 50);
+  CHECK(likely(100, 1, -1) == 100);
+  CHECK(likely(100, 0, -1) == 0);
+  CHECK(likely(100, 4, 0) == 0);
+  CHECK(likely(100, 4, 70) == 70);
+  CHECK(likely(100, 4, 101) == 100);
+}
+
 TEST_CASE("offsets of every integer type and stride read alike") {
   const std::int32_t int32s[] = {0, 99, 4, 99, -2, 99};
   const std::uint32_t uint32s[] = {0u, 4u, 0xfffffffeu};

@@ -64,8 +64,8 @@ struct Coverage {
 
 // Everything that a schedule promises for monotone offsets. Adds the rows of its tiles.
 template <int kBlockM, int kLonger>
-void check_schedule(const RaggedRows& rows, std::int32_t longest, Coverage& coverage) {
-  const Schedule<kBlockM, kLonger> schedule{rows, longest};
+void check_schedule(const RaggedRows& rows, std::int32_t longer, std::int32_t longest, Coverage& coverage) {
+  const Schedule<kBlockM, kLonger> schedule{rows, longest, 1, 1, 1, longer};
   int& bad = coverage.bad;
   const auto segments = static_cast<std::int32_t>(rows.num_segments());
   std::set<std::int64_t> expected;
@@ -73,7 +73,7 @@ void check_schedule(const RaggedRows& rows, std::int32_t longest, Coverage& cove
   for (std::int32_t s = 0; s < segments; ++s) {
     const RowRange range = rows.rows(s);
     if (!schedule.takes(range.size(), rows.owned(s))) continue;
-    bad += range.size() == 0 || range.size() <= kLonger || range.size() > longest;
+    bad += range.size() == 0 || range.size() <= longer || range.size() > longest;
     for (std::int64_t r = range.begin; r < range.end; ++r) ++wanted[static_cast<std::size_t>(r)];
     for (std::int64_t m = 0; m * kBlockM < range.size(); ++m) {
       const std::int64_t id = schedule.first_id(s) + m;
@@ -108,20 +108,20 @@ void add_tiny(const RaggedRows& rows, Coverage& coverage) {
   }
 }
 
-// A call of both kernels, and of the short one alone: every row once.
+// A call of both kernels with their border at `longer`, and of the short one alone: every row once.
 template <int kBlockLong, int kBlockShort, int kLonger>
-int broken(const Offsets& offsets, std::int64_t total, int* tiles) {
+int broken(const Offsets& offsets, std::int64_t total, int* tiles, std::int32_t longer = kLonger) {
   const RaggedRows rows = rows_of(offsets, total);
   int bad = 0;
   for (const bool both : {true, false}) {
     Coverage coverage(total);
     if (both) {
-      check_schedule<kBlockLong, kLonger>(rows, kAnyLength, coverage);
-      bad += total <= kLonger && coverage.tiles > 0;  // where the host leaves the long kernel out
+      check_schedule<kBlockLong, kLonger>(rows, longer, kAnyLength, coverage);
+      bad += total <= longer && coverage.tiles > 0;  // where the host leaves the long kernel out
       tiles[0] += coverage.tiles;
       coverage.tiles = 0;
     }
-    check_schedule<kBlockShort, 0>(rows, both ? kLonger : kAnyLength, coverage);
+    check_schedule<kBlockShort, 0>(rows, 0, both ? longer : kAnyLength, coverage);
     tiles[1] += coverage.tiles;
     add_tiny(rows, coverage);
     bad += coverage.bad;
@@ -132,6 +132,7 @@ int broken(const Offsets& offsets, std::int64_t total, int* tiles) {
 
 int broken(const Offsets& offsets, std::int64_t total, int* tiles) {
   return broken<2, 2, 4>(offsets, total, tiles) + broken<3, 2, 5>(offsets, total, tiles) +
+         broken<3, 2, 4>(offsets, total, tiles, 7) + broken<2, 1, 3>(offsets, total, tiles, 18) +
          broken<6, 3, 5>(offsets, total, tiles) + broken<4, 1, 17>(offsets, total, tiles) +
          broken<3, 5, 20>(offsets, total, tiles);
 }
@@ -193,9 +194,10 @@ TEST_CASE("and for random offsets, with the kernels' own tiles") {
     Offsets offsets(1 + random() % (round % 2 == 0 ? 8 : 100));
     for (std::int64_t& value : offsets) value = static_cast<std::int64_t>(random() % (total + 1));
     std::sort(offsets.begin(), offsets.end());
-    CHECK(broken<192, 64, 256>(offsets, total, tiles) == 0);    // up to D 96
-    CHECK(broken<128, 64, 256>(offsets, total, tiles) == 0);    // D 128
-    CHECK(broken<128, 128, 1024>(offsets, total, tiles) == 0);  // D 192 and 256
+    CHECK(broken<192, 64, 256>(offsets, total, tiles) == 0);        // up to D 96
+    CHECK(broken<192, 64, 256>(offsets, total, tiles, 1024) == 0);  // D 64, causal
+    CHECK(broken<128, 64, 256>(offsets, total, tiles) == 0);        // D 128
+    CHECK(broken<128, 128, 1024>(offsets, total, tiles) == 0);      // D 192 and 256
   }
   CHECK(tiles[0] > 1000);
   CHECK(tiles[1] > 1000);
@@ -205,6 +207,7 @@ TEST_CASE("which segments are tiny, short, long") {
   const Schedule<2, 0> only_short{{}, kAnyLength};
   const Schedule<2, 0> short_kernel{{}, 20};
   const Schedule<2, 20> long_kernel{{}, kAnyLength};
+  const Schedule<2, 20> longer_kernel{{}, kAnyLength, 1, 1, 1, 31};
   for (std::int64_t length = 0; length <= 50; ++length) {
     CAPTURE(length);
     for (const bool owned : {false, true}) {
@@ -213,6 +216,7 @@ TEST_CASE("which segments are tiny, short, long") {
       CHECK(only_short.takes(length, owned) == (length > 0 && !tiny));
       CHECK(short_kernel.takes(length, owned) == (length > 0 && length <= 20 && !tiny));
       CHECK(long_kernel.takes(length, owned) == (length > 20));
+      CHECK(longer_kernel.takes(length, owned) == (length > 31));
     }
   }
 }

@@ -34,6 +34,7 @@ HEAD_DIMS = (64, 72, 80, 96, 128, 192, 256)
 DTYPES = ("bfloat16", "float16")
 MASKS = ("null", "causal", "sliding_window_causal", "sliding_window_noncausal", "chunked", "chunked_causal")
 WINDOWED = MASKS[2:]
+CAUSAL = ("causal", "sliding_window_causal", "chunked_causal")
 GROUPS = (1, 2, 3, 4, 5, 8)
 
 # Around tiny sequences, the rows of a warpgroup, and tiles of 64, 128 and 192 rows.
@@ -46,17 +47,19 @@ each_head_dim = pytest.mark.parametrize("head_dim", HEAD_DIMS)
 each_dtype = pytest.mark.parametrize("dtype", DTYPES)
 
 
-def short_rows(head_dim: int) -> int:
-    """The most rows of a sequence that the short kernel takes (sm90/config.h)."""
+def short_rows(head_dim: int, mask_str: str = "causal") -> int:
+    """The most rows of a sequence that the short kernel takes (sm90/config.h); under a causal mask most of all."""
+    if head_dim == 64:
+        return 1024 if mask_str in CAUSAL else 256
     return 256 if head_dim <= 128 else 1024
 
 
 def launches(case: Case) -> int:
     """The long kernel where there may be a sequence for it (sm90/dispatch.cpp), and the short one."""
-    border = short_rows(case.out_shape[2])
+    head_dim, mask_str = case.out_shape[2], case.parameters["mask_str"]
     window = case.parameters.get("local_window_size", -1)
-    narrow = 0 < window <= border and case.parameters["mask_str"] != "sliding_window_noncausal"
-    return 2 if case.out_shape[0] > border and not narrow else 1
+    narrow = 0 < window <= short_rows(head_dim, "null") and mask_str != "sliding_window_noncausal"
+    return 2 if case.out_shape[0] > short_rows(head_dim, mask_str) and not narrow else 1
 
 
 def masked(mask_str: str, window: int) -> dict[str, Any]:
@@ -311,7 +314,8 @@ def test_a_call_runs_the_kernels_it_should(hopper, rng):
 @each_dtype
 @each_head_dim
 def test_sequences_around_every_border(hopper, rng, head_dim, dtype, mask_str):
-    lengths = [*BORDERS, short_rows(head_dim) + 1]
+    border = short_rows(head_dim, mask_str)
+    lengths = [*BORDERS, border, border + 1]
     group = GROUPS[(HEAD_DIMS.index(head_dim) + DTYPES.index(dtype) + MASKS.index(mask_str)) % len(GROUPS)]
     case = ragged_case(
         rng,
@@ -330,9 +334,9 @@ def test_sequences_around_every_border(hopper, rng, head_dim, dtype, mask_str):
 @each_dtype
 @each_head_dim
 def test_narrow_and_wide_windows_in_long_sequences(hopper, rng, head_dim, dtype, mask_str):
-    border = short_rows(head_dim)
+    narrow, border = short_rows(head_dim, "null"), short_rows(head_dim, mask_str)
     case = ragged_case(rng, [border + 450, 90, border + 1], heads=(2, 1), head_dim=head_dim, dtype=dtype)
-    windows = [1, 100, border, border + 1, border + 200]
+    windows = [1, 100, narrow, narrow + 1, border + 200]
     check_windows(hopper, rng, case.replace(mask_str=mask_str), windows)
 
 

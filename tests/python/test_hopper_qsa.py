@@ -7,6 +7,7 @@ own, which a few small calls of the CPU backend go through too: it makes the sam
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -271,6 +272,27 @@ def test_decode_of_more_rows_than_ctas(hopper, rng):
     for sequence in (0, 40, 41, 899):
         own = slice(sequence, sequence + 1)
         assert_all_same_bits(case.alone(sequence).run(hopper), (out[own], lse[own]), f"sequence {sequence} alone")
+
+
+def test_rows_that_leave_most_warps_without_work(hopper, rng):
+    """A CTA has many rows of a tile or two: warps without one of it are ahead of the others, or far behind."""
+    torch = hopper.xp
+    rows = 4000
+    lists: Lists = [rng.permutation(40)[: rng.integers(0, 21)].tolist() for _ in range(rows)]
+    case = qsa_case(
+        rng, [1] * rows, [40] * rows, lists=lists, width=20, dtype="float16", head_dim=64, heads=(16, 1), page_size=16
+    )
+    expected = case.run(hopper)
+    tensors = case.tensors(hopper)
+    for _ in range(300):  # times 3 kernels, as many as fit into a launch queue: nothing waits
+        result = case.call(hopper, **tensors, return_lse=True)
+    done = torch.cuda.Event()
+    done.record()
+    deadline = time.monotonic() + 60
+    while not done.query():
+        assert time.monotonic() < deadline, "the calls hang"
+        time.sleep(0.01)
+    assert_all_same_bits(map(hopper.numpy, result), expected, "the last of many calls")
 
 
 def test_decode_of_few_among_many_empty_sequences(hopper, rng):

@@ -274,6 +274,29 @@ def test_what_the_tools_say_is_read(log):
     assert (record["passed"], record["reports"]) == LOGS[log]
 
 
+def race(kernel: str, cases: str = "5 of 5 cases, 0 wrong") -> list[str]:
+    at = f"void ragged_attention::sm90::{kernel}(ragged_attention::sm90::Params)+0x10"
+    return [
+        f"========= Error: Race reported between Write access at {at}",
+        f"=========     and Read access at {at} [8 hazards]",
+        cases,
+        "========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)",
+    ]
+
+
+def test_a_report_is_explained_for_the_kernels_that_were_looked_into_alone():
+    judge = module("sanitize").judge
+    known = "ragged_kernel<ragged_attention::sm90::RaggedTraits<cutlass::half_t, (int)192, (bool)1>>"
+    other = "ragged_kernel<ragged_attention::sm90::RaggedTraits<cutlass::half_t, (int)64, (bool)1>>"
+    record = judge("racecheck", race(known), 9)
+    assert not record["passed"]
+    assert "named barrier" in record["explanation"]
+    assert "explanation" not in judge("racecheck", race(other), 9)
+    assert "explanation" not in judge("racecheck", [*race(known), *race(other)], 9)
+    assert "explanation" not in judge("synccheck", race(known), 9)
+    assert "explanation" not in judge("racecheck", race(known, "4 of 5 cases, 0 wrong"), 9)
+
+
 # Numerical quality
 
 

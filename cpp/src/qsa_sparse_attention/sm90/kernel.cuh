@@ -208,8 +208,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 2)
     while (next_unit(params, shared, kConsumes)) {
       consumer.start();
       if (consumer.unit.needs_plan()) {
-        QsaPlanner<Traits>{params, shared, consumer.unit, {rank}, static_cast<int>(threadIdx.x) + 128,
-                           Traits::kThreads}
+        QsaPlanner<Traits>{params, shared, consumer.unit, {rank}, static_cast<int>(threadIdx.x) + 128, Traits::kThreads}
             .mark(0, words_of<Traits>(consumer.unit));
       }
       consumer.wait_for_q();

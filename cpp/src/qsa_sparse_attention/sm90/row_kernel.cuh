@@ -537,8 +537,7 @@ struct QsaRowConsumer {
 
 // The chains of a row, in their order, by the consumers of all its CTAs; each CTA a part of the columns.
 template <typename Traits>
-__device__ __forceinline__ void merge_row(const QsaRowsParams& params, QsaRowShared<Traits>& shared,
-                                          QsaRowUnit unit) {
+__device__ __forceinline__ void merge_row(const QsaRowsParams& params, QsaRowShared<Traits>& shared, QsaRowUnit unit) {
   const auto of_cta = [&](auto* mine, int cta) {
     if constexpr (Traits::kCtas == 1) {
       return mine;

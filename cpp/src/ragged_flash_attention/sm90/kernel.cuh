@@ -148,8 +148,8 @@ struct Scheduler {
                                 : KeySpan{};
     }
     // Where all the keys fit, they are loaded once for all heads that share them.
-    const bool fits = Traits::kKeepsKv && keys.count > 0 && keys.count <= Traits::kKStages &&
-                      keys.count <= Traits::kVStages;
+    const bool fits =
+        Traits::kKeepsKv && keys.count > 0 && keys.count <= Traits::kKStages && keys.count <= Traits::kVStages;
     const int end = first_head + params.unit_heads;
 #pragma unroll 1
     for (int head = first_head; head < end; ++head) {
@@ -283,9 +283,7 @@ struct Consumer {
     }
   }
 
-  __device__ __forceinline__ static bool keeps_kv(const Tile& tile) {
-    return Traits::kKeepsKv && tile.keeps_kv;
-  }
+  __device__ __forceinline__ static bool keeps_kv(const Tile& tile) { return Traits::kKeepsKv && tile.keeps_kv; }
 
   // --- Rings
 
@@ -648,8 +646,8 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kShape.ctas)
     cutlass::arch::fence_barrier_init();
   }
   cudaTriggerProgrammaticLaunchCompletion();
-  const typename Traits::Schedule schedule{params.rows, params.longest, params.num_heads, params.band,
-                                           params.unit_heads, params.longer};
+  const typename Traits::Schedule schedule{params.rows, params.longest,    params.num_heads,
+                                           params.band, params.unit_heads, params.longer};
   const int mine = find_work<Traits>(schedule);
   if constexpr (!Traits::kLong) {
     const int tokens = __syncthreads_or(mine & kTokens), others = __syncthreads_or(mine & kTinySequences);

@@ -19,7 +19,7 @@ struct RaggedKernelParams {
   float scale_log2;  // scale * log2(e), positive
   std::int32_t num_heads, group, head_dim;
   std::int32_t longer, longest, band, unit_heads;  // schedule.h
-  TicketCounter* tickets;                  // null: units in a fixed order
+  TicketCounter* tickets;                          // null: units in a fixed order
 };
 
 }  // namespace ragged_attention::sm90
