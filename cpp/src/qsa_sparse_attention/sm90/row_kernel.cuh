@@ -79,7 +79,7 @@ struct QsaRowShared {
   std::uint64_t full[kRowChains][Traits::kPieces];    // by each producer lane's copies, and by the warp
   std::uint64_t empty[kRowChains][Traits::kPieces];   // by the warps of the chain
   QsaRowUnit to_merge;                                // the cluster's; row -1: it has none
-  std::uint64_t merged;                               // by each consumer warp: a row, where a CTA has it for itself
+  std::uint64_t merged;                               // by each warp: a row, where a CTA has it for itself
 };
 
 // Of bar.sync; 0 is all threads'. A chain's warps have kChainWarps and the number of their chain in the CTA.
@@ -231,14 +231,14 @@ struct QsaRowProducer {
   }
 
   // All of a row; `first` and `second` are entries of its first rounds. `before_the_first` is called when those have
-  // been looked up, if there are tiles for this warp.
+  // been looked up.
   template <typename BeforeTheFirst>
   __device__ __forceinline__ void stream(std::int32_t first, std::int32_t second,
                                          const BeforeTheFirst& before_the_first) {
     const std::int32_t tiles = row_chain(row.count, to.chain);
     std::int32_t token = token_of(0, first), entry = second;
     PageEntry page = pages().read(row.sequence, token);
-    if (to.place < tiles) before_the_first();
+    before_the_first();
 #pragma unroll 1
     for (std::int32_t round = 0; round * kCtas + to.place < tiles; round += 2) {
       const bool exists = pages().exists(page);
@@ -562,6 +562,15 @@ __device__ __forceinline__ void merge_row(const QsaRowsParams& params, QsaRowSha
   }
 }
 
+// By all warps of a CTA behind each of the rows that it has for itself: the row's parts have been merged, and pieces of
+// the next may take their place. All wait for all: a warp without tiles would else be a phase ahead or two behind.
+template <typename Traits>
+__device__ __forceinline__ void meet_behind_row(QsaRowShared<Traits>& shared, std::uint32_t row) {
+  __syncwarp();
+  if (threadIdx.x % 32 == 0) Barrier::arrive(&shared.merged);
+  Barrier::wait(&shared.merged, row % 2);
+}
+
 // Rows before the first sequence and after the last get 0 and -inf.
 template <typename Traits>
 __device__ __forceinline__ void store_rows_of_none(const QsaRowsParams& params) {
@@ -590,7 +599,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) qsa_rows_kernel(const __g
     Barrier::init(&shared.full[0][threadIdx.x], 32 + 1);
     Barrier::init(&shared.empty[0][threadIdx.x], kCtas);
     if (threadIdx.x == 0) {
-      Barrier::init(&shared.merged, kRowChains);
+      Barrier::init(&shared.merged, Traits::kThreads / 32);
       shared.to_merge = {-1, 0};
     }
     cutlass::arch::fence_barrier_init();
@@ -616,7 +625,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) qsa_rows_kernel(const __g
     QsaRowProducer<Traits> producer(params, shared);
     std::int32_t entry = producer.read_entry(0, scan.first_row()),
                  next_entry = producer.read_entry(2, scan.first_row());
-    Ring<1> rows;
+    std::uint32_t rows = 0;  // before this one
 #pragma unroll 1
     while (scan.find(producer.row)) {
       if (!producer.row.is_first) {
@@ -624,16 +633,16 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) qsa_rows_kernel(const __g
         next_entry = producer.read_entry(2, producer.row.row);
       }
       producer.stream(entry, next_entry, [&] {
-        // The last row's parts have been merged, in the same place. No row without tiles for this warp waits: it
-        // could miss the phase, as consumers that do not wait for this warp may be rows ahead.
-        if constexpr (kCtas == 1) Barrier::wait(&shared.merged, rows.empty_parity());
+        if (kCtas == 1 && rows > 0) meet_behind_row<Traits>(shared, rows - 1);
       });
-      rows.advance();
+      ++rows;
       if constexpr (kCtas > 1) break;  // a cluster has one unit at most
     }
+    if (kCtas == 1 && rows > 0) meet_behind_row<Traits>(shared, rows - 1);
   } else {
     cutlass::arch::warpgroup_reg_alloc<Traits::kConsumerRegisters>();
     QsaRowConsumer<Traits> consumer(params, shared);
+    std::uint32_t rows = 0;
 #pragma unroll 1
     while (scan.find(consumer.row)) {
       consumer.begin();
@@ -646,8 +655,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) qsa_rows_kernel(const __g
       }
       QsaRowConsumer<Traits>::consumers_sync();
       merge_row<Traits>(params, shared, {consumer.row.row, consumer.row.kv_head});
-      __syncwarp();
-      if (threadIdx.x % 32 == 0) Barrier::arrive(&shared.merged);
+      meet_behind_row<Traits>(shared, rows++);
     }
   }
   // Both roles, at one place of the code.
