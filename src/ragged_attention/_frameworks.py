@@ -108,7 +108,7 @@ class Torch(Framework):
         torch = sys.modules["torch"]
         if dtype is None and rank == like.dim() and like.layout is torch.strided:  # half the cost of new_empty
             if like.is_contiguous():
-                return torch.empty_like(like)  # half the cost of naming the format
+                return torch.empty_like(like)  # cheaper than with a format named
             return torch.empty_like(like, memory_format=torch.contiguous_format)
         if dtype is None:
             return like.new_empty(like.shape[:rank])

@@ -157,6 +157,13 @@ def check_bits_in_any_company(framework: Framework, rng: np.random.Generator, ca
         assert_all_same_bits(got, expected[sequence], f"sequence {sequence} in another place", "the same before")
 
 
+def check_any_hint(framework: Framework, rng: np.random.Generator, case: Case, hints: Sequence[int]) -> None:
+    expected = check_sampled(framework, rng, case.replace(q_max_seq_len=hints[0]), each=2)
+    for hint in hints[1:]:
+        results = case.run(framework, q_max_seq_len=hint)
+        assert_all_same_bits(results, expected, f"with the hint {hint}", f"with {hints[0]}")
+
+
 def check_bits_of_heads(framework: Framework, case: Case) -> None:
     """Heads do not depend on each other, nor on how many share a kv head."""
     out, lse = case.run(framework)
@@ -358,6 +365,17 @@ def test_several_heads_at_once(hopper, rng, head_dim, group):
         crowded = with_empty_sequences(rng, case, 17500 // group)
         results = check_sampled(hopper, rng, crowded)
         assert_all_same_bits(results, case.run(hopper), "among empty sequences", "without them")
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128])
+def test_several_heads_at_once_of_longer_sequences(hopper, rng, head_dim):
+    """The long kernel takes several where the hint says 512 rows at most, and there are 16 units for each CTA of 132.
+
+    64 sequences are 152 to 382 tile numbers, times 32 heads: two of these at once, or four.
+    """
+    lengths = [257, 512, *rng.integers(257, 513, 62).tolist()]
+    case = ragged_case(rng, lengths, heads=(32, 8), head_dim=head_dim, dtype="bfloat16", mask_str="null")
+    check_any_hint(hopper, rng, case, [512, 513])  # several, and one at a time
 
 
 @pytest.mark.parametrize(
@@ -652,6 +670,7 @@ def test_the_checks_of_results_on_the_cpu(numpy_cpu, rng, dtype):
 def test_the_checks_of_bits_on_the_cpu(numpy_cpu, rng, dtype):
     check_bits_in_any_company(numpy_cpu, rng, small_case(rng, dtype))
     check_bits_of_heads(numpy_cpu, small_case(rng, dtype))
+    check_any_hint(numpy_cpu, rng, small_case(rng, dtype), [512, 513, 0])
     check_same_bits_strided(numpy_cpu, small_case(rng, dtype))
     check_same_bits_into_views(numpy_cpu, small_case(rng, dtype))
     for case in varied_cases(rng, 3):

@@ -104,6 +104,13 @@ struct QsaShared {
 // Of bar.sync; 0 is all threads'.
 enum QsaBarrier : std::uint32_t { kProducers = 1, kQsaConsumers = 2 };
 
+// A warp arrives, behind all that its lanes did before, and waits for as many warps as the barrier counts.
+__device__ __forceinline__ void warps_meet(std::uint64_t* barrier, std::uint32_t parity, int thread) {
+  __syncwarp();
+  if (thread % 32 == 0) Barrier::arrive(barrier);
+  Barrier::wait(barrier, parity);
+}
+
 __device__ __forceinline__ void producers_sync() { cutlass::arch::NamedBarrier::sync(128, kProducers); }
 __device__ __forceinline__ void consumers_sync() { cutlass::arch::NamedBarrier::sync(128, kQsaConsumers); }
 

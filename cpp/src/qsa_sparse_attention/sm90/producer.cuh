@@ -80,13 +80,7 @@ struct QsaPlanner {
  private:
   // The first or the second time that those meet who mark a window: twice for each, so a barrier's phases are these.
   __device__ __forceinline__ void meet(std::uint32_t time) const {
-    if (threads == Traits::kThreads) {
-      __syncwarp();
-      if (thread % 32 == 0) Barrier::arrive(&shared.planned);
-      Barrier::wait(&shared.planned, time);
-    } else {
-      producers_sync();
-    }
+    threads == Traits::kThreads ? warps_meet(&shared.planned, time, thread) : producers_sync();
   }
 };
 

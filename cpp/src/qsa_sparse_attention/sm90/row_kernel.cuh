@@ -79,7 +79,9 @@ struct QsaRowShared {
   std::uint64_t full[kRowChains][Traits::kPieces];    // by each producer lane's copies, and by the warp
   std::uint64_t empty[kRowChains][Traits::kPieces];   // by the warps of the chain
   QsaRowUnit to_merge;                                // the cluster's; row -1: it has none
-  std::uint64_t merged;                               // by each warp: a row, where a CTA has it for itself
+  // By each warp, behind each row that a CTA has for itself: its parts have been merged, and pieces of the next may
+  // take their place. All wait for all: a warp without tiles would else be a phase ahead or two behind.
+  std::uint64_t merged;
 };
 
 // Of bar.sync; 0 is all threads'. A chain's warps have kChainWarps and the number of their chain in the CTA.
@@ -562,15 +564,6 @@ __device__ __forceinline__ void merge_row(const QsaRowsParams& params, QsaRowSha
   }
 }
 
-// By all warps of a CTA behind each of the rows that it has for itself: the row's parts have been merged, and pieces of
-// the next may take their place. All wait for all: a warp without tiles would else be a phase ahead or two behind.
-template <typename Traits>
-__device__ __forceinline__ void meet_behind_row(QsaRowShared<Traits>& shared, std::uint32_t row) {
-  __syncwarp();
-  if (threadIdx.x % 32 == 0) Barrier::arrive(&shared.merged);
-  Barrier::wait(&shared.merged, row % 2);
-}
-
 // Rows before the first sequence and after the last get 0 and -inf.
 template <typename Traits>
 __device__ __forceinline__ void store_rows_of_none(const QsaRowsParams& params) {
@@ -633,12 +626,12 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) qsa_rows_kernel(const __g
         next_entry = producer.read_entry(2, producer.row.row);
       }
       producer.stream(entry, next_entry, [&] {
-        if (kCtas == 1 && rows > 0) meet_behind_row<Traits>(shared, rows - 1);
+        if (kCtas == 1 && rows > 0) warps_meet(&shared.merged, (rows - 1) % 2, static_cast<int>(threadIdx.x));
       });
       ++rows;
       if constexpr (kCtas > 1) break;  // a cluster has one unit at most
     }
-    if (kCtas == 1 && rows > 0) meet_behind_row<Traits>(shared, rows - 1);
+    if (kCtas == 1 && rows > 0) warps_meet(&shared.merged, (rows - 1) % 2, static_cast<int>(threadIdx.x));
   } else {
     cutlass::arch::warpgroup_reg_alloc<Traits::kConsumerRegisters>();
     QsaRowConsumer<Traits> consumer(params, shared);
@@ -655,7 +648,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) qsa_rows_kernel(const __g
       }
       QsaRowConsumer<Traits>::consumers_sync();
       merge_row<Traits>(params, shared, {consumer.row.row, consumer.row.kv_head});
-      meet_behind_row<Traits>(shared, rows++);
+      warps_meet(&shared.merged, rows++ % 2, static_cast<int>(threadIdx.x));
     }
   }
   // Both roles, at one place of the code.

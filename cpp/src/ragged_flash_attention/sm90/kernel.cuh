@@ -50,7 +50,7 @@ struct RaggedTraits {
                                         (kConsumers + 1) * (65536 / (kThreads * kShape.ctas) / 8 * 8));
 
   // Keys and values stay where they are for all heads of a unit that share them, where they fit.
-  static constexpr bool kKeepsKv = !kLong && kShape.unit_heads > 1;
+  static constexpr bool kKeepsKv = !kLong;
 
   // A softmax of few instructions that runs under the product of O, and O brought to a new maximum under the next
   // scores' product, only where there is one: 9 % at D 256 and 16384 rows. Up to D 128, with turns, slower.
@@ -729,7 +729,8 @@ void launch_ragged(const RaggedParams& params, std::int32_t longer, std::int32_t
   const int resident = cuda_device_info(device).num_multiprocessors * Traits::kShape.ctas;
   // Several heads a unit share a search and perhaps their keys; but there has to be work for everybody.
   const bool alike = !Traits::kLong || params.rows.likely_longest(params.longest_hint) <= kAlikeRows;
-  for (int heads = 2; alike && heads <= Traits::kShape.unit_heads; ++heads) {
+  const int most_heads = alike ? Traits::kShape.unit_heads : 1;
+  for (int heads = 2; heads <= most_heads; ++heads) {
     if (schedule.num_ids() * params.num_q_heads / heads < 16 * resident) break;
     if (kernel_params.band % heads == 0 && (params.group() % heads == 0 || heads % params.group() == 0)) {
       schedule.unit_heads = heads;
