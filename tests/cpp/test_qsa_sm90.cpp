@@ -35,8 +35,8 @@ std::int64_t find_by_warp(const RowGroups<kShort>& groups, std::int64_t id) {
 
 // Adds the rows of all groups; returns how many promises are broken.
 template <bool kShort>
-int add_groups(const RaggedRows& rows, int group_rows, bool rows_apart, std::vector<int>* met) {
-  const RowGroups<kShort> groups{rows, group_rows, rows_apart};
+int add_groups(const RaggedRows& rows, int group_rows, const QsaApart& apart, std::vector<int>* met) {
+  const RowGroups<kShort> groups{rows, group_rows, apart};
   int bad = 0;
   for (std::int64_t id = 0; id < groups.num_ids(); ++id) {
     const RowGroup group = groups.group(id);
@@ -49,7 +49,7 @@ int add_groups(const RaggedRows& rows, int group_rows, bool rows_apart, std::vec
     bad += group.rows < group_rows && group.begin + group.rows != range.end;
     bad += group.owned != rows.owned(group.segment);
     bad += (!group.owned || range.size() <= kQsaShortRows) != kShort;
-    bad += groups.rows_apart && (!group.owned || range.size() <= kQsaApartRows);
+    bad += apart.by_rows(range.size(), group.owned);
     for (std::int64_t r = group.begin; r < group.begin + group.rows; ++r) ++(*met)[static_cast<std::size_t>(r)];
   }
   return bad;
@@ -58,15 +58,13 @@ int add_groups(const RaggedRows& rows, int group_rows, bool rows_apart, std::vec
 int broken_groups(const Offsets& offsets, std::int64_t total, int group_rows) {
   const RaggedRows rows = rows_of(offsets, total);
   int bad = 0;
-  for (const bool rows_apart : {false, true}) {
+  for (const QsaApart& apart : {QsaApart{}, qsa_apart(12)}) {
     std::vector<int> met(static_cast<std::size_t>(total), 0);
-    bad += add_groups<true>(rows, group_rows, rows_apart, &met) + add_groups<false>(rows, group_rows, rows_apart, &met);
-    if (rows_apart) {  // what the kernel of few rows takes
-      for (std::int64_t segment = 0; segment < rows.num_segments(); ++segment) {
-        const RowRange range = rows.rows(segment);
-        if (!qsa_is_apart(range.size(), rows.owned(segment))) continue;
-        for (std::int64_t r = range.begin; r < range.end; ++r) ++met[static_cast<std::size_t>(r)];
-      }
+    bad += add_groups<true>(rows, group_rows, apart, &met) + add_groups<false>(rows, group_rows, apart, &met);
+    for (std::int64_t segment = 0; segment < rows.num_segments(); ++segment) {  // what goes row by row
+      const RowRange range = rows.rows(segment);
+      if (!apart.by_rows(range.size(), rows.owned(segment))) continue;
+      for (std::int64_t r = range.begin; r < range.end; ++r) ++met[static_cast<std::size_t>(r)];
     }
     for (const int times : met) bad += times != 1;
   }
@@ -116,6 +114,20 @@ TEST_CASE("garbage in the offsets makes no group outside the rows") {
     }
   }
   CHECK(bad == 0);
+}
+
+TEST_CASE("what goes row by row: few rows, the rows of none, and contexts of many windows of a plan") {
+  for (int heads = 1; heads <= 64; ++heads) {
+    const QsaApart apart = qsa_apart(heads);
+    const bool has = heads <= kRowMostHeads;
+    const std::int64_t window = 32 * plan_words(qsa_group_rows(heads));
+    CHECK(apart.by_rows(kQsaApartRows, true) == has);
+    CHECK(apart.by_rows(1000, false) == has);
+    CHECK(!apart.by_rows(kQsaApartRows + 1, true));
+    CHECK(!apart.by_length(kQsaMostWindows * window));
+    CHECK(apart.by_length(kQsaMostWindows * window + 1) == has);
+    CHECK(apart.by_length(std::int64_t{1} << 41) == has);
+  }
 }
 
 template <int kSplits>
@@ -297,37 +309,37 @@ TEST_CASE("the chunks of a tile are swapped as the matrix products expect") {
   CHECK(broken_layout<64>(32) == 0);
   CHECK(broken_layout<32>(32) == 0);
   CHECK(broken_layout<64>(8) == 0);
+  CHECK(broken_layout<16>(32) == 0);
 }
 
+// What the workers of a cluster of kCtas have of a row, in the order of their numbers.
 template <int kCtas>
-int broken_rounds(std::int32_t count) {
-  std::vector<int> met(static_cast<std::size_t>(count), 0);
-  for (std::int32_t warp = 0; warp < kRowChains; ++warp) {
-    const std::int32_t chain = row_chain(count, warp), rounds = (chain + kCtas - 1) / kCtas;
-    for (std::int32_t round = 0; round < rounds; ++round) {
-      for (std::int32_t tile = round * kCtas; tile < std::min((round + 1) * kCtas, chain); ++tile) {
-        for (int i = 0; i < kRowTile; ++i) {
-          const std::int64_t entry = row_tile_begin(tile, warp) + i;
-          if (entry < count) ++met[static_cast<std::size_t>(entry)];
-        }
-      }
-    }
+int broken_chains(std::int32_t count) {
+  constexpr int kWorkers = kCtas * row_workers(kCtas), kChains = kRowChains / kWorkers;
+  std::int32_t next = 0, most = 0, least = count;
+  int bad = kWorkers * kChains != kRowChains;
+  for (int chain = 0; chain < kRowChains; ++chain) {
+    const std::int32_t begin = row_chain_begin(count, chain), end = row_chain_begin(count, chain + 1);
+    bad += begin != next || end < begin;
+    most = std::max(most, end - begin);
+    least = std::min(least, end - begin);
+    next = end;
   }
-  int bad = 0;
-  for (const int times : met) bad += times != 1;
-  return bad;
+  bad += next * std::int64_t{kRowTile} < count || (next - 1) * std::int64_t{kRowTile} >= count || most - least > 1;
+  return count == 0 ? next != 0 : bad;
 }
 
-TEST_CASE("the tiles of a row's chains hold every entry once, for any number of CTAs") {
+TEST_CASE("the chains of a row hold every tile of its list once, as many each as can be") {
   int bad = 0;
-  for (std::int32_t count = 0; count < 2500; ++count) {
-    bad += broken_rounds<1>(count) + broken_rounds<2>(count) + broken_rounds<4>(count) + broken_rounds<8>(count);
+  for (std::int32_t count = 0; count < 10000; ++count) {
+    bad += broken_chains<1>(count) + broken_chains<2>(count) + broken_chains<4>(count) + broken_chains<8>(count);
   }
+  const std::int32_t longest = std::numeric_limits<std::int32_t>::max();
+  for (std::int32_t count = longest - 1000; count < longest; ++count) bad += broken_chains<8>(count);
   CHECK(bad == 0);
-  CHECK(row_chain(0, 0) == 0);
-  CHECK(row_chain(2051, 0) == 17);
-  CHECK(row_chain(2051, 1) == 16);
-  CHECK(row_tile_begin(std::int64_t{1} << 40, 7) == ((std::int64_t{1} << 43) + 7) * 16);
+  CHECK(broken_chains<8>(longest) == 0);
+  CHECK(row_chain_begin(2051, 7) == 28);
+  CHECK(row_chain_begin(2051, 8) == 33);
 }
 
 TEST_CASE("as many CTAs share a row as leave room for all rows") {
@@ -345,27 +357,6 @@ TEST_CASE("as many CTAs share a row as leave room for all rows") {
   }
   CHECK(bad == 0);
   CHECK(row_ctas(std::int64_t{1} << 40, {66, 30, 15}) == 1);
-}
-
-template <int kHeadDim>
-int broken_piece() {
-  // ldmatrix reads 16 bytes of eight rows at once.
-  constexpr int kPitch = kRowPitch<kHeadDim>;
-  int bad = kPitch % 16 != 0 || kPitch < 2 * kHeadDim;
-  for (int row = 0; row < 64; ++row) {
-    for (int column = 0; column < 2 * kHeadDim; column += 16) {
-      std::set<int> banks;
-      for (int i = 0; i < 8; ++i) banks.insert(((row + i) * kPitch + column) % 128);
-      bad += banks.size() != 8;
-    }
-  }
-  return bad;
-}
-
-TEST_CASE("a piece is read without bank conflicts") {
-  CHECK(broken_piece<64>() == 0);
-  CHECK(broken_piece<128>() == 0);
-  CHECK(broken_piece<256>() == 0);
 }
 
 }  // namespace

@@ -23,8 +23,8 @@ HEAD_DIMS = (64, 128, 256)
 DTYPES = ("bfloat16", "float16")
 HEADS = ((24, 2), (12, 1), (6, 1), (3, 1), (16, 1), (2, 1), (4, 4), (33, 1), (64, 1))
 
-# Rows of a sequence around groups of 1 to 10 rows, around 32, the most that are done row by row, and around 128, the
-# most that go to clusters (sm90/config.h).
+# Rows of a sequence around groups of 1 to 10 rows, around 32, the most that are done row by row whatever the context,
+# and around 128, the most that go to clusters (sm90/config.h).
 ROWS = (1, 2, 4, 5, 6, 10, 11, 0, 31, 32, 33, 36, 64, 127, 128, 129, 131, 1)
 # What a plan writes out at a time, and the least tokens that its window holds (sm90/config.h, plan.h).
 LIST_ENTRIES, WINDOW = 1536, 7360
@@ -211,7 +211,7 @@ def test_values_that_are_not_finite_stay_in_their_columns(hopper, rng, dtype, he
     check_special_values(hopper, rng, rows, dtype=dtype, head_dim=head_dim, heads=(12, 1))
 
 
-@pytest.mark.parametrize("heads", [(24, 2), (6, 1), (16, 1)], ids=str)
+@pytest.mark.parametrize("heads", [(24, 2), (6, 1), (16, 1), (33, 1)], ids=str)
 @pytest.mark.parametrize("rows", [1, 4, 36, 130])
 @pytest.mark.parametrize("context", [2 * LIST_ENTRIES, 3 * WINDOW, 20 * WINDOW, 3_000_000])
 @pytest.mark.parametrize("order", ORDERS)

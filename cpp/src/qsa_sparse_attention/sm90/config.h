@@ -45,13 +45,28 @@ RAGGED_ATTENTION_HOST_DEVICE int qsa_group_rows(int heads_per_kv_head) {
   return fit < kQsaMaxGroupRows ? fit : kQsaMaxGroupRows;
 }
 
-// Sequences of at most kQsaApartRows rows, and the rows of none, have a kernel of their own (row_kernel.cuh) where the
-// query heads of a kv head are no more than the rows of its product. So few rows are done before a plan is made.
-constexpr int kQsaApartRows = 32;
+// Words of 32 tokens in a window of a group's plan: one for each row, within kQsaPlanBytes.
+RAGGED_ATTENTION_HOST_DEVICE std::int32_t plan_words(std::int32_t rows) { return kQsaPlanBytes / (4 * rows); }
+
+// Which sequences have a kernel of their own that goes row by row (row_kernel.cuh), where the query heads of a kv head
+// are no more than the columns of its product. Few rows are done before a plan is made; and every list is read once for
+// each window of a plan, which beyond so many windows takes longer than what neighbours share. And the rows of none.
+constexpr int kQsaApartRows = 32, kQsaMostWindows = 13;
 constexpr int kRowMostHeads = 16;
-RAGGED_ATTENTION_HOST_DEVICE bool qsa_has_apart(int heads_per_kv_head) { return heads_per_kv_head <= kRowMostHeads; }
-RAGGED_ATTENTION_HOST_DEVICE bool qsa_is_apart(std::int64_t rows, bool owned) {
-  return !owned || rows <= kQsaApartRows;
+struct QsaApart {
+  std::int32_t most_rows = -1, most_tokens = 0;  // without such a kernel, -1
+
+  RAGGED_ATTENTION_HOST_DEVICE bool by_rows(std::int64_t rows, bool owned) const {
+    return most_rows >= 0 && (!owned || rows <= most_rows);
+  }
+  // Of a sequence, whose rows may name `length` tokens.
+  RAGGED_ATTENTION_HOST_DEVICE bool by_length(std::int64_t length) const {
+    return most_rows >= 0 && length > most_tokens;
+  }
+};
+RAGGED_ATTENTION_HOST_DEVICE QsaApart qsa_apart(int heads_per_kv_head) {
+  if (heads_per_kv_head > kRowMostHeads) return {};
+  return {kQsaApartRows, kQsaMostWindows * 32 * plan_words(qsa_group_rows(heads_per_kv_head))};
 }
 
 }  // namespace ragged_attention::sm90

@@ -195,7 +195,7 @@ struct QsaConsumer {
   }
 
   __device__ __forceinline__ void issue_output(std::uint32_t (&probabilities)[kKeys / 4]) {
-    const std::uint64_t v = descriptor_n_major(shared_address(shared.v), sizeof(shared.v[0]));
+    const std::uint64_t v = descriptor_across_k(shared_address(shared.v), sizeof(shared.v[0]));
     pin_output();
     pin(probabilities);
     wgmma_fence();

@@ -25,7 +25,7 @@ template <bool kShort>
 struct RowGroups {
   RaggedRows rows;
   std::int32_t group_rows = 1;
-  bool rows_apart = false;  // sequences of few rows and the rows of none have a kernel of their own
+  QsaApart apart;  // what has a kernel of its own; sequences that are apart by their length have groups all the same
 
   RAGGED_ATTENTION_HOST_DEVICE std::int64_t mark(std::int64_t begin, std::int64_t segment) const {
     return kShort ? segment : begin / kQsaShortRows;
@@ -41,7 +41,7 @@ struct RowGroups {
   }
 
   RAGGED_ATTENTION_HOST_DEVICE bool takes(std::int64_t length, bool owned) const {
-    if (rows_apart && qsa_is_apart(length, owned)) return false;
+    if (apart.by_rows(length, owned)) return false;
     const bool is_short = !owned || length <= kQsaShortRows;
     return length > 0 && is_short == kShort;
   }

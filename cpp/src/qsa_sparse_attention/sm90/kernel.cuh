@@ -72,6 +72,7 @@ __device__ __forceinline__ QsaUnit find_unit(const QsaGroupsParams& params, std:
     const std::int64_t length =
         visible_length(call.cache_lengths[unit.sequence], call.rows.rows(unit.group.segment).size());
     unit.length = static_cast<std::int32_t>(length < params.longest ? length : params.longest);
+    if (groups.apart.by_length(length)) unit.group.rows = 0;
   }
   return unit;
 }
@@ -125,15 +126,15 @@ __device__ __forceinline__ void merge(const QsaGroupsParams& params, QsaShared<T
   const int begin = fours * rank / Traits::kSplits, end = fours * (rank + 1) / Traits::kSplits;
   for (int i = begin + static_cast<int>(threadIdx.x); i < end; i += 128) {
     const int row = i / kFours, column = i % kFours * 4;
-    RowParts<Traits::kSplits> parts;
+    RowPart parts[Traits::kSplits];
 #pragma unroll
     for (int split = 0; split < Traits::kSplits; ++split) {
-      parts.maxima[split] = *cluster.map_shared_rank(shared.partial_maximum() + row, split);
-      parts.sums[split] = *cluster.map_shared_rank(shared.partial_sum() + row, split);
-      parts.outputs[split] = *reinterpret_cast<const float4*>(
+      parts[split].maximum = *cluster.map_shared_rank(shared.partial_maximum() + row, split);
+      parts[split].sum = *cluster.map_shared_rank(shared.partial_sum() + row, split);
+      parts[split].output = *reinterpret_cast<const float4*>(
           cluster.map_shared_rank(shared.partial_output() + row * QsaShared<Traits>::kPartialStride + column, split));
     }
-    parts.store(params.call, unit.group.begin + row / heads, unit.kv_head * heads + row % heads, column);
+    merged(parts).store(params.call, unit.group.begin + row / heads, unit.kv_head * heads + row % heads, column);
   }
 }
 
@@ -174,7 +175,10 @@ __global__ void __launch_bounds__(Traits::kThreads, 2)
     const RaggedRows& rows = params.call.params.rows;
     const auto groups = params.template groups<Traits::kShort>();
     for (std::int64_t segment = threadIdx.x; segment < rows.num_segments() && !mine; segment += Traits::kThreads) {
-      mine = groups.takes(rows.rows(segment).size(), rows.owned(segment));
+      const std::int64_t size = rows.rows(segment).size();
+      const bool owned = rows.owned(segment);
+      mine = groups.takes(size, owned) &&
+             !(owned && groups.apart.by_length(visible_length(params.call.params.cache_lengths[segment - 1], size)));
     }
   }
   if (!__syncthreads_or(mine)) {
@@ -257,7 +261,7 @@ QsaGroupsParams groups_params(const portable::QsaKernelParams& call) {
   result.group_rows = qsa_group_rows(params.group());
   result.page_shift = page_shift(params.cache);
   result.longest = longest_context(params.cache);
-  result.rows_apart = qsa_has_apart(params.group());
+  result.apart = qsa_apart(params.group());
   result.num_units = result.template groups<kShort>().num_ids() * params.num_kv_heads;
   return result;
 }

@@ -1,4 +1,4 @@
-// Parts of one row that were computed apart, put together in their order.
+// Parts of one row that were computed apart, each with a softmax of its own, put together two by two.
 #pragma once
 
 #include "common/cuda/softmax_math.cuh"
@@ -6,37 +6,60 @@
 
 namespace ragged_attention::sm90 {
 
-// What parts of a row have of four columns: maxima in units of log2, sums, and unnormalised outputs.
-template <int kParts>
-struct RowParts {
-  float maxima[kParts], sums[kParts];
-  float4 outputs[kParts];
+// What two parts count for in their sum, whose terms are relative to `maximum`; maxima are in units of log2.
+struct MergeWeights {
+  float maximum, first, second;
 
-  // Merges and stores them, and the LSE where the row's first columns are.
+  __device__ __forceinline__ MergeWeights(float first_maximum, float second_maximum)
+      : maximum(fmaxf(first_maximum, second_maximum)), first(weight(first_maximum)), second(weight(second_maximum)) {}
+
+  // One rounding at a time: registers and shared memory give the same bits.
+  __device__ __forceinline__ float operator()(float a, float b) const {
+    return __fmaf_rn(second, b, __fmul_rn(first, a));
+  }
+
+ private:
+  // Two that are equal may both be -inf or inf.
+  __device__ __forceinline__ float weight(float of) const {
+    return of == maximum ? 1.0f : exp2_approximate(of - maximum);
+  }
+};
+
+// What a part of a row has of four columns: maximum, sum, and unnormalised output.
+struct RowPart {
+  float maximum, sum;
+  float4 output;
+
+  __device__ __forceinline__ void add(const RowPart& other) {
+    const MergeWeights merged(maximum, other.maximum);
+    maximum = merged.maximum;
+    sum = merged(sum, other.sum);
+    output = make_float4(merged(output.x, other.output.x), merged(output.y, other.output.y),
+                         merged(output.z, other.output.z), merged(output.w, other.output.w));
+  }
+
+  // Of the whole row, with the LSE where its first columns are.
   __device__ __forceinline__ void store(const portable::QsaKernelParams& call, std::int64_t row, int head,
                                         int column) const {
-    float largest = -INFINITY, total = 0.0f;
-#pragma unroll
-    for (int part = 0; part < kParts; ++part) largest = fmaxf(largest, maxima[part]);
-    float4 result = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-#pragma unroll
-    for (int part = 0; part < kParts; ++part) {
-      // Two that are equal may both be -inf or inf.
-      const float weight = maxima[part] == largest ? 1.0f : exp2_approximate(maxima[part] - largest);
-      total = __fmaf_rn(weight, sums[part], total);
-      result.x = __fmaf_rn(weight, outputs[part].x, result.x);
-      result.y = __fmaf_rn(weight, outputs[part].y, result.y);
-      result.z = __fmaf_rn(weight, outputs[part].z, result.z);
-      result.w = __fmaf_rn(weight, outputs[part].w, result.w);
-    }
-    const float inverse = total == 0.0f ? 0.0f : 1.0f / total;
+    const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
     portable::store_four(call, row, head, column,
-                         make_float4(result.x * inverse, result.y * inverse, result.z * inverse, result.w * inverse));
+                         make_float4(output.x * inverse, output.y * inverse, output.z * inverse, output.w * inverse));
     const QsaParams& params = call.params;
     if (params.lse != nullptr && column == 0) {
-      params.lse[row * params.lse_row_stride + head * params.lse_head_stride] = natural_lse(largest, total);
+      params.lse[row * params.lse_row_stride + head * params.lse_head_stride] = natural_lse(maximum, sum);
     }
   }
 };
+
+// Neighbours first, then pairs, and so on.
+template <int kParts>
+__device__ __forceinline__ const RowPart& merged(RowPart (&parts)[kParts]) {
+#pragma unroll
+  for (int step = 1; step < kParts; step *= 2) {
+#pragma unroll
+    for (int i = 0; i + step < kParts; i += 2 * step) parts[i].add(parts[i + step]);
+  }
+  return parts[0];
+}
 
 }  // namespace ragged_attention::sm90

@@ -18,11 +18,11 @@ struct QsaGroupsParams {
   std::int32_t page_shift = -1;  // log2 of the page size where that is a whole number
   std::int32_t longest = 0;      // tokens that a page table has room for
   std::int64_t num_units = 0;    // groups (some of them none) times kv heads
-  bool rows_apart = false;       // of groups.h
+  QsaApart apart;                // of groups.h
 
   template <bool kShort>
   RAGGED_ATTENTION_HOST_DEVICE RowGroups<kShort> groups() const {
-    return {call.params.rows, group_rows, rows_apart};
+    return {call.params.rows, group_rows, apart};
   }
 };
 

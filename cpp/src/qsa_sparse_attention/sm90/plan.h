@@ -35,9 +35,6 @@ RAGGED_ATTENTION_HOST_DEVICE std::int32_t list_share(std::int32_t count, std::in
   return static_cast<std::int32_t>(std::int64_t{count} * rank / splits);
 }
 
-// Words of 32 tokens in a window of a group's plan: one for each row, within kQsaPlanBytes.
-RAGGED_ATTENTION_HOST_DEVICE std::int32_t plan_words(std::int32_t rows) { return kQsaPlanBytes / (4 * rows); }
-
 RAGGED_ATTENTION_HOST_DEVICE std::int32_t population(std::uint32_t word) {
 #ifdef __CUDA_ARCH__
   return __popc(word);

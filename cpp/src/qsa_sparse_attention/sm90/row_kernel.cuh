@@ -1,14 +1,15 @@
 // Attention over selected tokens for sequences of few rows (decode, multi-token prediction), row by row, for bfloat16
 // and float16 on Hopper.
 //
-// A unit of work is a row and one kv head: up to 16 query heads, the rows of an mma.sync. row_plan.h says how its list
-// is dealt out to eight chains of tiles.
-//   Producer warps, eight, each for a consumer warp: look up the tokens of its tiles, those of two rounds at once, a
-//   token a lane, and gather K and V of a tile by cp.async as soon as there is room: pieces, in a ring.
-//   Consumer warps, eight, kCtas of them to a chain, in step, a round of kCtas tiles at a time: S = Q K^T of a tile
-//   each; exchange of the tiles' maxima, then of the weights and their sums: an online softmax, tile by tile; O += P V
-//   of all the round's tiles, each warp its columns.
-// At the end the chains are merged in their order, across the cluster through distributed shared memory.
+// A unit of work is a row and one kv head, with up to 16 query heads. row_plan.h says how its list is dealt out to the
+// workers of a CTA, or of a cluster, in chains of tiles of 64 tokens. Tokens are the rows of both products, heads their
+// columns: S^T = K Q^T, O^T += V^T P^T. So K and V come from shared memory once, and O takes few registers.
+//   Producer warps, eight, shared out to the workers: look up the tokens of a worker's tiles, of several tiles at once,
+//   a token a lane, and gather K and V of a tile by cp.async as soon as there is room: pieces, in a ring.
+//   A worker is a warpgroup. For each tile: S^T, scaled; weights, relative to a maximum that is brought up to date only
+//   where a score is far beyond it; they go to shared memory, with a vote on that; O^T.
+// At the end the chains are merged two by two, a worker's in registers, the rest across the cluster through distributed
+// shared memory.
 //
 // Rows of a sequence follow each other, so that what they share is read from DRAM once, and from L2 after that. Reads
 // that wait for each other are what a short batch takes its time for, so a row's sequence is guessed: all have as many
@@ -16,8 +17,6 @@
 #pragma once
 
 #include <cooperative_groups.h>
-
-#include <cute/arch/mma_sm80.hpp>
 
 #include "common/cuda/launch.h"
 #include "common/cuda_host.h"
@@ -36,20 +35,26 @@ struct QsaRowsParams {
   std::int32_t longest = 0;      // tokens that a page table has room for
   std::int32_t num_units = 0;    // rows times kv heads
   std::int32_t num_clusters = 0;
-  bool sparse = false;  // probably there is nothing for this kernel
+  QsaApart apart;       // what this kernel takes
+  bool sparse = false;  // probably nothing
 };
 
 template <typename Element_, int kHeadDim_, int kCtas_>
 struct QsaRowTraits {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_, kCtas = kCtas_;
-  static constexpr int kChains = kRowChains / kCtas;  // of a CTA
-  static constexpr int kColumns = kHeadDim / kCtas;   // of O, that are a warp's
-  static constexpr int kPitch = kRowPitch<kHeadDim>;  // bytes from token to token, and from head to head
-  static constexpr int kPieces = kRowPieces<kHeadDim>;
-  static constexpr bool kKeepsQ = kCtas > 1;  // in registers: there is room where O has fewer columns
-  static constexpr int kConsumers = 32 * kRowChains, kThreads = 2 * kConsumers;
-  // As much as the launch allocates: 128 for every thread.
+  static constexpr int kWorkers = row_workers(kCtas);              // of a CTA
+  static constexpr int kChains = kRowChains / (kCtas * kWorkers);  // of a worker
+  static constexpr int kLeaves = kCtas * kWorkers;                 // parts of a row that workers have
+  static constexpr int kBlocks = kHeadDim / kBlockColumns;
+  static constexpr int kColumns = kHeadDim / kCtas;                // of a row, that a CTA merges
+  static constexpr int kFeeders = 8 / kWorkers;                    // producer warps of a worker
+  static constexpr int kTokens = kRowTile / kFeeders;              // of a tile, that are a producer warp's
+  static constexpr int kBatch = 32 / kTokens;                      // tiles
+  static constexpr int kPieces = kRowPieces<kHeadDim> / kWorkers;  // of a worker
+  static constexpr int kPieceBytes = kRowTile * 2 * kHeadDim;
+  static constexpr int kConsumers = 128 * kWorkers, kThreads = kConsumers + 256;
+  // No more than the launch allocates: 128 for every thread, 168 where there are 384.
   static constexpr int kConsumerRegisters = 184, kProducerRegisters = 72;
 };
 
@@ -60,32 +65,36 @@ struct QsaRowUnit {
 
 template <typename Traits>
 struct QsaRowShared {
-  static constexpr int kPartialStride = Traits::kHeadDim + 8;  // columns; the 8 spread four rows over the banks
-  union {
-    alignas(128) unsigned char pieces[kRowChains][Traits::kPieces][kRowTile * Traits::kPitch];
-    // Once all pieces are done with: what each chain has of each head.
-    struct {
-      float outputs[Traits::kChains][kRowMostHeads][kPartialStride];
-      float maxima[Traits::kChains][kRowMostHeads], sums[Traits::kChains][kRowMostHeads];
-    } parts;
+  using Element = typename Traits::Element;
+  static constexpr int kWorkers = Traits::kWorkers;
+  static constexpr int kPartialPad = 4;  // from head to head; spreads the heads of a quad over the banks
+  // What each worker has of each head.
+  template <int kStride>
+  struct Parts {
+    float outputs[kWorkers][kRowMostHeads][kStride];
+    float maxima[kWorkers][kRowMostHeads], sums[kWorkers][kRowMostHeads];
   };
-  alignas(128) unsigned char q[kRowMostHeads * Traits::kPitch];
-  // Of a round, by each consumer warp: its tile's weights as the registers of a product, their sums, and the largest
-  // scores.
-  alignas(16) std::uint32_t weights[kRowChains][32][4];
-  float sums[kRowChains][kRowMostHeads], maxima[kRowChains][kRowMostHeads];
-  std::uint32_t listed[kRowChains][Traits::kPieces];  // with each piece: which of its tokens exist
-  std::int32_t next_unit[Traits::kThreads / 32];      // to look at, of each warp
-  std::uint64_t full[kRowChains][Traits::kPieces];    // by each producer lane's copies, and by the warp
-  std::uint64_t empty[kRowChains][Traits::kPieces];   // by the warps of the chain
-  QsaRowUnit to_merge;                                // the cluster's; row -1: it has none
-  // By each warp, behind each row that a CTA has for itself: its parts have been merged, and pieces of the next may
-  // take their place. All wait for all: a warp without tiles would else be a phase ahead or two behind.
-  std::uint64_t merged;
+  union {
+    // K or V of a tile: blocks of 64 columns, each row 128 bytes with its 16-byte chunks swizzled.
+    alignas(1024) unsigned char pieces[kWorkers][Traits::kPieces][Traits::kPieceBytes];
+    // Of a cluster, once all pieces are done with.
+    Parts<Traits::kHeadDim + kPartialPad> parts;
+  };
+  // Of a CTA alone, a block of 64 columns at a time: the next row's pieces are on their way meanwhile.
+  Parts<kBlockColumns + kPartialPad> block_parts;
+  alignas(1024) Element q[Traits::kBlocks][kRowMostHeads][kBlockColumns];
+  // Of two tiles in turn, swizzled as well: while the warps of a worker are at one, some may still read the other.
+  alignas(1024) Element weights[kWorkers][2][kRowMostHeads][kRowTile];
+  float exchange[kWorkers][4][kRowMostHeads];  // of the warps of a worker: maxima of a tile, sums of a chain
+  alignas(2) unsigned char listed[kWorkers][Traits::kPieces][kRowTile / 8];  // with each piece: which tokens exist
+  std::int32_t next_unit[Traits::kThreads / 32];                             // to look at, of each warp
+  std::uint64_t full[kWorkers][Traits::kPieces];   // by each producer lane's copies, and by the warp
+  std::uint64_t empty[kWorkers][Traits::kPieces];  // by the worker's warps
+  QsaRowUnit to_merge;                             // the cluster's; row -1: it has none
 };
 
-// Of bar.sync; 0 is all threads'. A chain's warps have kChainWarps and the number of their chain in the CTA.
-enum QsaRowBarrier : std::uint32_t { kRowConsumers = 1, kChainWarps = 2 };
+// Of bar.sync; 0 is all threads'. A worker's is kWorkerWarps and its number.
+enum QsaRowBarrier : std::uint32_t { kRowConsumers = 1, kWorkerWarps = 2 };
 
 // What both roles have to know of the row at hand.
 struct QsaRow {
@@ -128,10 +137,11 @@ struct QsaRowScan {
           range = call.rows.rows(segment);
           if (call.rows.owned(segment)) cached = call.cache_lengths[segment - 1];
         }
-        takes = call.rows.owned(segment) && row >= range.begin && row < range.end && qsa_is_apart(range.size(), true);
+        const std::int64_t visible = visible_length(cached, range.size());
+        takes = call.rows.owned(segment) && row >= range.begin && row < range.end &&
+                (params.apart.by_rows(range.size(), true) || params.apart.by_length(visible));
         if (takes) {
           sequence = static_cast<std::int32_t>(segment - 1);
-          const std::int64_t visible = visible_length(cached, range.size());
           length = static_cast<std::int32_t>(visible < params.longest ? visible : params.longest);
         }
       }
@@ -157,410 +167,457 @@ struct QsaRowScan {
   }
 };
 
-// A consumer warp's place: its chain, which of the chain's warps it is, and the chain's number in the CTA.
+// The tiles of a worker of this CTA: those of a run of chains.
 template <typename Traits>
-struct QsaRowPlace {
-  int warp, chain, place, local;
+struct QsaRowShare {
+  std::int32_t count;  // of the list
+  int first_chain;
 
-  __device__ __forceinline__ explicit QsaRowPlace(int warp_) : warp(warp_) {
-    local = warp / Traits::kCtas;
-    place = warp % Traits::kCtas;
-    chain = static_cast<int>(blockIdx.x) % Traits::kCtas * Traits::kChains + local;
+  __device__ __forceinline__ QsaRowShare(std::int32_t count_, int worker)
+      : count(count_),
+        first_chain((static_cast<int>(blockIdx.x) % Traits::kCtas * Traits::kWorkers + worker) * Traits::kChains) {}
+
+  __device__ __forceinline__ std::int32_t begin(int chain = 0) const {
+    return row_chain_begin(count, first_chain + chain);
   }
+  __device__ __forceinline__ std::int32_t end(int chain = Traits::kChains - 1) const { return begin(chain + 1); }
 };
 
 template <typename Traits>
 struct QsaRowProducer {
-  static constexpr int kHeadDim = Traits::kHeadDim, kCtas = Traits::kCtas, kPieces = Traits::kPieces;
+  static constexpr int kHeadDim = Traits::kHeadDim, kPieces = Traits::kPieces;
+  static constexpr int kTokens = Traits::kTokens, kBatch = Traits::kBatch;
   static constexpr std::int64_t kNowhere = INT64_MIN;
 
   const QsaRowsParams& params;
   QsaRowShared<Traits>& shared;
-  QsaRowPlace<Traits> to;
-  int lane;
+  int worker, place, lane;  // place: which of the worker's producer warps this is
   std::uint32_t piece = 0;  // so far
 
   QsaRow row;
 
   __device__ __forceinline__ QsaRowProducer(const QsaRowsParams& params_, QsaRowShared<Traits>& shared_)
-      : params(params_),
-        shared(shared_),
-        to(static_cast<int>(threadIdx.x - Traits::kConsumers) / 32),
-        lane(static_cast<int>(threadIdx.x) % 32) {}
+      : params(params_), shared(shared_), lane(static_cast<int>(threadIdx.x) % 32) {
+    const int warp = static_cast<int>(threadIdx.x - Traits::kConsumers) / 32;
+    worker = warp / Traits::kFeeders;
+    place = warp % Traits::kFeeders;
+  }
 
   __device__ __forceinline__ const QsaParams& call() const { return params.call.params; }
 
-  // --- Lookups. Lane i has token i % 16 of the warp's tile of round `round` + i / 16.
+  // --- Lookups. Lane i has token i % kTokens of the warp's part of tile `tile` + i / kTokens.
 
-  __device__ __forceinline__ std::int64_t entry_at(std::int32_t round) const {
-    return row_tile_begin(std::int64_t{round + lane / kRowTile} * kCtas + to.place, to.chain) + lane % kRowTile;
+  __device__ __forceinline__ std::int64_t entry_at(std::int32_t tile) const {
+    return (std::int64_t{tile} + lane / kTokens) * kRowTile + place * kTokens + lane % kTokens;
   }
-  __device__ __forceinline__ std::int32_t read_entry(std::int32_t round, std::int32_t of_row) const {
-    const std::int64_t at = entry_at(round);
+  __device__ __forceinline__ std::int32_t read_entry(std::int32_t tile, std::int32_t of_row) const {
+    const std::int64_t at = entry_at(tile);
     if (at >= call().selection_width) return kNoToken;
     return call().token_indices[of_row * call().token_indices_row_stride + at];
   }
   // The token of an entry, where the row lists one there.
-  __device__ __forceinline__ std::int32_t token_of(std::int32_t round, std::int32_t entry) const {
-    return entry_at(round) < row.count && entry >= 0 && entry < row.length ? entry : kNoToken;
+  __device__ __forceinline__ std::int32_t token_of(std::int32_t tile, std::int32_t entry) const {
+    return entry_at(tile) < row.count && entry >= 0 && entry < row.length ? entry : kNoToken;
   }
   __device__ __forceinline__ PageLookup pages() const { return {call().cache, params.page_shift}; }
 
   // --- The gather
 
-  // Tokens [from_lane, from_lane + 16) of `offset`, side by side; zeros where there is none.
+  // Tokens [from_lane, from_lane + kTokens) of `offset`, side by side; zeros where there is none.
   __device__ __forceinline__ void gather(const void* data, std::int64_t offset, int from_lane, std::uint32_t listed) {
     constexpr int kChunks = kHeadDim / 8, kRows = 32 / kChunks;  // of a token, and tokens at once
     const std::uint32_t at = piece % kPieces;
-    Barrier::wait(&shared.empty[to.warp][at], (piece / kPieces % 2) ^ 1);
+    Barrier::wait(&shared.empty[worker][at], (piece / kPieces % 2) ^ 1);
     const char* from = static_cast<const char*>(data) + lane % kChunks * 16;
-    const std::uint32_t room =
-        shared_address(shared.pieces[to.warp][at]) + lane / kChunks * Traits::kPitch + lane % kChunks * 16;
+    const std::uint32_t room = shared_address(shared.pieces[worker][at]) +
+                               chunk_offset<kRowTile>(place * kTokens + lane / kChunks, lane % kChunks);
 #pragma unroll 4
-    for (int i = 0; i < kRowTile / kRows; ++i) {
+    for (int i = 0; i < kTokens / kRows; ++i) {
       const std::int64_t of_token = __shfl_sync(0xffffffff, offset, from_lane + i * kRows + lane / kChunks);
       const bool exists = of_token != kNowhere;
-      asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(room + i * kRows * Traits::kPitch),
+      asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(rows_down(room, i * kRows)),
                    "l"(exists ? from + of_token : from), "r"(exists ? 16 : 0)
                    : "memory");
     }
-    arrive_after_copies(&shared.full[to.warp][at]);
+    arrive_after_copies(&shared.full[worker][at]);
     if (lane == 0) {
-      shared.listed[to.warp][at] = listed;
-      Barrier::arrive(&shared.full[to.warp][at]);
+      using Bits = std::conditional_t<kTokens == 16, std::uint16_t, std::uint8_t>;
+      reinterpret_cast<Bits*>(shared.listed[worker][at])[place] = static_cast<Bits>(listed);
+      Barrier::arrive(&shared.full[worker][at]);
     }
     ++piece;
   }
 
-  // All of a row; `first` and `second` are entries of its first rounds. `before_the_first` is called when those have
-  // been looked up.
-  template <typename BeforeTheFirst>
-  __device__ __forceinline__ void stream(std::int32_t first, std::int32_t second,
-                                         const BeforeTheFirst& before_the_first) {
-    const std::int32_t tiles = row_chain(row.count, to.chain);
-    std::int32_t token = token_of(0, first), entry = second;
+  // What a batch of tiles and the next one list, from `tile` on.
+  struct Entries {
+    std::int32_t tile, first, second;
+  };
+  __device__ __forceinline__ Entries read_entries(std::int32_t tile, std::int32_t of_row) const {
+    return {tile, read_entry(tile, of_row), read_entry(tile + kBatch, of_row)};
+  }
+  // Where a row's list is full.
+  __device__ __forceinline__ Entries guess_entries(std::int32_t of_row) const {
+    const auto width = static_cast<std::int32_t>(min(call().selection_width, std::int64_t{0x7fffffff}));
+    return read_entries(QsaRowShare<Traits>(width, worker).begin(), of_row);
+  }
+
+  // All that the worker has of a row.
+  __device__ __forceinline__ void stream(Entries entries) {
+    const QsaRowShare<Traits> share(row.count, worker);
+    const std::int32_t begin = share.begin(), end = share.end();
+    if (!row.is_first || entries.tile != begin) entries = read_entries(begin, row.row);
+    std::int32_t token = token_of(begin, entries.first), entry = entries.second;
     PageEntry page = pages().read(row.sequence, token);
-    before_the_first();
 #pragma unroll 1
-    for (std::int32_t round = 0; round * kCtas + to.place < tiles; round += 2) {
+    for (std::int32_t tile = begin; tile < end; tile += kBatch) {
       const bool exists = pages().exists(page);
       const std::int64_t offset = exists ? pages().offset(token, page, row.kv_head) : kNowhere;
       const std::uint32_t listed = __ballot_sync(0xffffffff, exists);
-      token = token_of(round + 2, entry);
+      token = token_of(tile + kBatch, entry);
       page = pages().read(row.sequence, token);
-      entry = read_entry(round + 4, row.row);
+      entry = read_entry(tile + 2 * kBatch, row.row);
 #pragma unroll 1
-      for (int i = 0; i < 2 && (round + i) * kCtas + to.place < tiles; ++i) {
-        gather(call().cache.k, offset, i * kRowTile, listed >> (i * kRowTile));
-        gather(call().cache.v, offset, i * kRowTile, 0);
+      for (int i = 0; i < kBatch && tile + i < end; ++i) {
+        gather(call().cache.k, offset, i * kTokens, listed >> (i * kTokens));
+        gather(call().cache.v, offset, i * kTokens, 0);
       }
     }
   }
 };
 
+// A worker. Thread t, warp w = t / 32, lane l has of S^T and O^T, in a register 4 j + 2 r + e of a product, the token
+// or column 16 w + l / 4 + 8 r and the head 8 j + 2 (l % 4) + e: four heads, h = 2 j + e.
 template <typename Traits>
 struct QsaRowConsumer {
   using Element = typename Traits::Element;
-  static constexpr int kHeadDim = Traits::kHeadDim, kCtas = Traits::kCtas, kColumns = Traits::kColumns;
-  static constexpr int kPieces = Traits::kPieces, kPitch = Traits::kPitch;
+  static constexpr int kHeadDim = Traits::kHeadDim, kBlocks = Traits::kBlocks, kPieces = Traits::kPieces;
+  // A maximum is brought up to date where a score is so far beyond it, in units of log2: weights stay under 2^8, which
+  // both types and their sums hold as well as those under 1.
+  static constexpr float kFar = 8.0f;
+
+  // What there is of a chain, or of several that have been merged.
+  struct Part {
+    float maximum[4], sum[4];  // relative to which terms are, in units of log2; the whole sum, once a chain is done
+    float output[kBlocks][8];
+  };
 
   const QsaRowsParams& params;
   QsaRowShared<Traits>& shared;
-  QsaRowPlace<Traits> at;
-  int lane;
-  std::uint32_t used = 0;  // pieces, before this row
+  int worker, warp, lane;
+  std::uint32_t tiles = 0;  // so far
 
   QsaRow row;
-  std::int32_t tiles, rounds;
-  float maximum[2], sum[2];  // of the scaled scores, in units of log2
-  float output[kColumns / 8][4];
-  std::uint32_t q[Traits::kKeepsQ ? kHeadDim / 16 : 1][4];
 
   __device__ __forceinline__ QsaRowConsumer(const QsaRowsParams& params_, QsaRowShared<Traits>& shared_)
       : params(params_),
         shared(shared_),
-        at(static_cast<int>(threadIdx.x) / 32),
+        worker(static_cast<int>(threadIdx.x) / 128),
+        warp(static_cast<int>(threadIdx.x) / 32 % 4),
         lane(static_cast<int>(threadIdx.x) % 32) {}
 
   __device__ __forceinline__ const QsaParams& call() const { return params.call.params; }
+  __device__ __forceinline__ int head(int h) const { return h / 2 * 8 + lane % 4 * 2 + h % 2; }
 
   __device__ __forceinline__ static void consumers_sync() {
     cutlass::arch::NamedBarrier::sync(Traits::kConsumers, kRowConsumers);
   }
-  __device__ __forceinline__ void chain_sync() const {
-    if constexpr (kCtas == 1) {
-      __syncwarp();
-    } else {
-      cutlass::arch::NamedBarrier::sync(32 * kCtas, kChainWarps + static_cast<std::uint32_t>(at.local));
-    }
+  __device__ __forceinline__ std::uint32_t barrier() const { return kWorkerWarps + static_cast<std::uint32_t>(worker); }
+  __device__ __forceinline__ void worker_sync() const { cutlass::arch::NamedBarrier::sync(128, barrier()); }
+  // The worker's warps meet; whether it holds for any of their threads.
+  __device__ __forceinline__ bool worker_any(bool holds) const {
+    std::uint32_t any;
+    asm volatile(
+        "{\n"
+        ".reg .pred p, q;\n"
+        "setp.ne.u32 p, %1, 0;\n"
+        "bar.red.or.pred q, %2, 128, p;\n"
+        "selp.u32 %0, 1, 0, q;\n"
+        "}"
+        : "=r"(any)
+        : "r"(static_cast<std::uint32_t>(holds)), "r"(barrier())
+        : "memory");
+    return any != 0;
   }
 
-  // Pieces 2 r and 2 r + 1 of a warp are K and V of its tile of round r. Where one lies, once it is there.
-  __device__ __forceinline__ std::uint32_t wait_for(std::uint32_t piece, int of_warp) const {
-    piece += used;
-    Barrier::wait(&shared.full[of_warp][piece % kPieces], piece / kPieces % 2);
-    return shared_address(shared.pieces[of_warp][piece % kPieces]);
-  }
-
-  // --- The products
-
-  __device__ __forceinline__ static void load_four(std::uint32_t address, std::uint32_t (&to)[4]) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
-                 : "r"(address)
-                 : "memory");
-  }
-  __device__ __forceinline__ static void load_four_transposed(std::uint32_t address, std::uint32_t (&to)[4]) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
-                 : "r"(address)
-                 : "memory");
-  }
-  __device__ __forceinline__ static void load_two_transposed(std::uint32_t address, std::uint32_t& low,
-                                                             std::uint32_t& high) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];"
-                 : "=r"(low), "=r"(high)
-                 : "r"(address)
-                 : "memory");
-  }
-  __device__ __forceinline__ static void multiply(float* d, const std::uint32_t (&a)[4], std::uint32_t b0,
-                                                  std::uint32_t b1) {
-    if constexpr (std::is_same_v<Element, cutlass::bfloat16_t>) {
-      cute::SM80_16x8x16_F32BF16BF16F32_TN::fma(d[0], d[1], d[2], d[3], a[0], a[1], a[2], a[3], b0, b1, d[0], d[1],
-                                                d[2], d[3]);
-    } else {
-      cute::SM80_16x8x16_F32F16F16F32_TN::fma(d[0], d[1], d[2], d[3], a[0], a[1], a[2], a[3], b0, b1, d[0], d[1], d[2],
-                                              d[3]);
-    }
-  }
-
-  __device__ __forceinline__ std::uint32_t q_address() const {
-    return shared_address(shared.q) + static_cast<std::uint32_t>(lane % 16 * kPitch + lane / 16 * 16);
-  }
-  __device__ __forceinline__ void keep_q() {
-    if constexpr (Traits::kKeepsQ) {
-#pragma unroll
-      for (int step = 0; step < kHeadDim / 16; ++step) load_four(q_address() + step * 32, q[step]);
-    }
-  }
-
-  // Of the warp's tile: two blocks of eight tokens. Scaled; -inf where there is no token.
-  __device__ __forceinline__ void scores_of(std::uint32_t k, std::uint32_t listed, float (&scores)[8]) const {
-    const std::uint32_t mine = listed >> (lane % 4 * 2);
-    k += static_cast<std::uint32_t>((lane % 8 + lane / 16 * 8) * kPitch + lane / 8 % 2 * 16);
-    float parts[2][8];  // two chains of products instead of one
-#pragma unroll
-    for (int i = 0; i < 8; ++i) parts[0][i] = parts[1][i] = 0.0f;
-#pragma unroll
-    for (int step = 0; step < kHeadDim / 16; ++step) {
-      std::uint32_t b[4];
-      load_four(k + step * 32, b);
-      if constexpr (Traits::kKeepsQ) {
-        multiply(&parts[step % 2][0], q[step], b[0], b[1]);
-        multiply(&parts[step % 2][4], q[step], b[2], b[3]);
-      } else {
-        std::uint32_t a[4];
-        load_four(q_address() + step * 32, a);
-        multiply(&parts[step % 2][0], a, b[0], b[1]);
-        multiply(&parts[step % 2][4], a, b[2], b[3]);
-      }
-    }
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const bool is_listed = (mine >> (i / 4 * 8 + i % 2) & 1) != 0;
-      scores[i] = is_listed ? (parts[0][i] + parts[1][i]) * params.scale_log2 : -INFINITY;
-    }
-  }
-
-  __device__ __forceinline__ void add_values(std::uint32_t v, const std::uint32_t (&weights)[4]) {
-    v += static_cast<std::uint32_t>(lane % 16 * kPitch + at.place * kColumns * 2 + lane / 16 * 16);
-    if constexpr (kColumns == 8) {
-      std::uint32_t b[2];
-      load_two_transposed(v - static_cast<std::uint32_t>(lane / 16 * 16), b[0], b[1]);
-      multiply(output[0], weights, b[0], b[1]);
-    } else {
-#pragma unroll
-      for (int block = 0; block < kColumns / 8; block += 2) {
-        std::uint32_t b[4];
-        load_four_transposed(v + block * 16, b);
-        multiply(output[block], weights, b[0], b[1]);
-        multiply(output[block + 1], weights, b[2], b[3]);
-      }
-    }
-  }
-
-  // --- A row
-
-  __device__ __forceinline__ void begin() {
-    tiles = row_chain(row.count, at.chain);
-    rounds = (tiles + kCtas - 1) / kCtas;
+  __device__ __forceinline__ void load_q() {
     constexpr int kChunks = kHeadDim / 8;
     const int heads = call().group();
     for (int i = static_cast<int>(threadIdx.x); i < kRowMostHeads * kChunks; i += Traits::kConsumers) {
-      const int head = i / kChunks, chunk = i % kChunks;
+      const int of_head = i / kChunks, chunk = i % kChunks;
       const auto* from = static_cast<const Element*>(call().q) + row.row * call().q_row_stride +
-                         (row.kv_head * heads + (head < heads ? head : 0)) * call().q_head_stride + chunk * 8;
-      asm volatile(
-          "cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared.q) + head * kPitch + chunk * 16),
-          "l"(from), "r"(head < heads ? 16 : 0)
-          : "memory");
+                         (row.kv_head * heads + (of_head < heads ? of_head : 0)) * call().q_head_stride + chunk * 8;
+      asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared.q) +
+                                                                         chunk_offset<kRowMostHeads>(of_head, chunk)),
+                   "l"(from), "r"(of_head < heads ? 16 : 0)
+                   : "memory");
     }
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      maximum[r] = -INFINITY;
-      sum[r] = 0.0f;
-    }
-#pragma unroll
-    for (auto& block : output) block[0] = block[1] = block[2] = block[3] = 0.0f;
     asm volatile("cp.async.wait_all;" ::: "memory");
+    cutlass::arch::fence_view_async_shared();
     consumers_sync();
-    keep_q();
   }
 
-  __device__ __forceinline__ void step(std::int32_t round) {
-    const auto piece = 2 * static_cast<std::uint32_t>(round);
-    float scores[8];
-    if (round * kCtas + at.place < tiles) {
-      const std::uint32_t k = wait_for(piece, at.warp);
-      const std::uint32_t stage = (used + piece) % kPieces;
-      scores_of(k, shared.listed[at.warp][stage], scores);
-      __syncwarp();
-      if (lane < kCtas) Barrier::arrive(&shared.empty[at.warp][stage]);
-    } else {
-#pragma unroll
-      for (float& score : scores) score = -INFINITY;
-    }
-
-    // The largest score of each of the round's tiles, then of all so far.
-    float tile_maximum[kCtas][2];
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      tile_maximum[0][r] =
-          quad_max(fmaxf(fmaxf(scores[2 * r], scores[2 * r + 1]), fmaxf(scores[4 + 2 * r], scores[5 + 2 * r])));
-    }
-    if constexpr (kCtas > 1) {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        if (lane % 4 == 0) shared.maxima[at.warp][lane / 4 + 8 * r] = tile_maximum[0][r];
-      }
-      chain_sync();
-#pragma unroll
-      for (int i = 0; i < kCtas; ++i) {
-#pragma unroll
-        for (int r = 0; r < 2; ++r) tile_maximum[i][r] = shared.maxima[at.warp - at.place + i][lane / 4 + 8 * r];
-      }
-    }
-    float factor[kCtas][2], offset[2] = {0.0f, 0.0f};  // of the warp's own tile
-#pragma unroll
-    for (int i = 0; i < kCtas; ++i) {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const float largest = fmaxf(maximum[r], tile_maximum[i][r]);
-        const float finite = largest == -INFINITY ? 0.0f : largest;  // -inf - -inf would be NaN
-        factor[i][r] = exp2_approximate(maximum[r] - finite);
-        maximum[r] = largest;
-        if (i == at.place) offset[r] = finite;
-      }
-    }
-
-    // The weights of each tile, relative to the largest score up to it.
-    float tile_sum[kCtas][2];
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        float& score = scores[i / 2 * 4 + 2 * r + i % 2];
-        score = exp2_approximate(score - offset[r]);
-      }
-      tile_sum[0][r] = quad_sum((scores[2 * r] + scores[2 * r + 1]) + (scores[4 + 2 * r] + scores[5 + 2 * r]));
-    }
-    std::uint32_t weights[kCtas][4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) weights[0][i] = pack<Element>(scores[2 * i], scores[2 * i + 1]);
-    if constexpr (kCtas > 1) {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        if (lane % 4 == 0) shared.sums[at.warp][lane / 4 + 8 * r] = tile_sum[0][r];
-      }
-      *reinterpret_cast<uint4*>(shared.weights[at.warp][lane]) =
-          make_uint4(weights[0][0], weights[0][1], weights[0][2], weights[0][3]);
-      chain_sync();
-#pragma unroll
-      for (int i = 0; i < kCtas; ++i) {
-        const uint4 four = *reinterpret_cast<const uint4*>(shared.weights[at.warp - at.place + i][lane]);
-        weights[i][0] = four.x, weights[i][1] = four.y, weights[i][2] = four.z, weights[i][3] = four.w;
-#pragma unroll
-        for (int r = 0; r < 2; ++r) tile_sum[i][r] = shared.sums[at.warp - at.place + i][lane / 4 + 8 * r];
-      }
-    }
-
-#pragma unroll
-    for (int i = 0; i < kCtas; ++i) {
-      if (round * kCtas + i >= tiles) break;
-#pragma unroll
-      for (int r = 0; r < 2; ++r) sum[r] = __fmaf_rn(sum[r], factor[i][r], tile_sum[i][r]);
-      // A maximum that stays, as most do, gives a factor of exactly 1.
-      if (__any_sync(0xffffffff, factor[i][0] != 1.0f || factor[i][1] != 1.0f)) {
-#pragma unroll
-        for (auto& block : output) {
-#pragma unroll
-          for (int j = 0; j < 4; ++j) block[j] *= factor[i][j / 2];
+  // Everything that the worker has of the row, in the place of the pieces.
+  __device__ __forceinline__ void run() {
+    const QsaRowShare<Traits> share(row.count, worker);
+    load_q();
+    Part part, pair, half;  // the chain at hand, then what it is merged with; chains, pairs
+#pragma unroll 1
+    for (int chain = 0; chain < Traits::kChains; ++chain) {
+      run_chain(share.end(chain) - share.begin(chain), part);
+      if constexpr (Traits::kChains > 1) {
+        if (chain % 2 == 0) {
+          pair = part;
+        } else {
+          merge_into(part, pair);
+          if constexpr (Traits::kChains == 4) {
+            if (chain == 1) {
+              half = part;
+            } else {
+              merge_into(part, half);
+            }
+          }
         }
       }
-      const int owner = at.warp - at.place + i;
-      add_values(wait_for(piece + 1, owner), weights[i]);
-      __syncwarp();
-      if (lane == 0) Barrier::arrive(&shared.empty[owner][(used + piece + 1) % kPieces]);
     }
-    if constexpr (kCtas > 1) chain_sync();  // all have read what was exchanged
+    if constexpr (Traits::kCtas == 1) {
+      merge_alone(part);
+    } else {
+      consumers_sync();  // nobody needs the pieces any more
+#pragma unroll
+      for (int block = 0; block < kBlocks; ++block) store(part, block, shared.parts, block * kBlockColumns);
+    }
   }
 
-  // What the chains have, in the place of the pieces.
-  __device__ __forceinline__ void store_parts() {
-    used += 2 * static_cast<std::uint32_t>(rounds);
-    consumers_sync();  // nobody needs the pieces any more
+ private:
+  // `part` comes after `before`.
+  __device__ __forceinline__ static void merge_into(Part& part, const Part& before) {
+#pragma unroll
+    for (int h = 0; h < 4; ++h) {
+      const MergeWeights merged(before.maximum[h], part.maximum[h]);
+      part.maximum[h] = merged.maximum;
+      part.sum[h] = merged(before.sum[h], part.sum[h]);
+#pragma unroll
+      for (int block = 0; block < kBlocks; ++block) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          const int i = h / 2 * 4 + 2 * r + h % 2;
+          part.output[block][i] = merged(before.output[block][i], part.output[block][i]);
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ void run_chain(std::int32_t num_tiles, Part& part) {
+#pragma unroll
+    for (int h = 0; h < 4; ++h) {
+      part.maximum[h] = -INFINITY;
+      part.sum[h] = 0.0f;
+    }
+#pragma unroll
+    for (auto& block : part.output) {
+#pragma unroll
+      for (float& value : block) value = 0.0f;
+    }
+#pragma unroll 1
+    for (std::int32_t tile = 0; tile < num_tiles; ++tile) step(part);
+    if (num_tiles > 0) add_up(part);
+  }
+
+  // Over the tokens that the worker's threads have.
+  __device__ __forceinline__ void add_up(Part& part) {
+#pragma unroll
+    for (int h = 0; h < 4; ++h) {
+#pragma unroll
+      for (int step = 4; step < 32; step *= 2) part.sum[h] += __shfl_xor_sync(0xffffffff, part.sum[h], step);
+      if (lane < 4) shared.exchange[worker][warp][head(h)] = part.sum[h];
+    }
+    worker_sync();
+#pragma unroll
+    for (int h = 0; h < 4; ++h) {
+      const float (*const of_warps)[kRowMostHeads] = shared.exchange[worker];
+      part.sum[h] = (of_warps[0][head(h)] + of_warps[1][head(h)]) + (of_warps[2][head(h)] + of_warps[3][head(h)]);
+    }
+  }
+
+  // Brings the maxima up to date with a tile's scores.
+  __device__ __forceinline__ void raise(const float (&scores)[8], Part& part) {
+    float largest[4];
+#pragma unroll
+    for (int h = 0; h < 4; ++h) {
+      largest[h] = fmaxf(scores[h / 2 * 4 + h % 2], scores[h / 2 * 4 + h % 2 + 2]);
+#pragma unroll
+      for (int step = 4; step < 32; step *= 2) {
+        largest[h] = fmaxf(largest[h], __shfl_xor_sync(0xffffffff, largest[h], step));
+      }
+      if (lane < 4) shared.exchange[worker][warp][head(h)] = largest[h];
+    }
+    worker_sync();
+#pragma unroll
+    for (int h = 0; h < 4; ++h) {
+      float maximum = part.maximum[h];
+#pragma unroll
+      for (int of_warp = 0; of_warp < 4; ++of_warp) {
+        maximum = fmaxf(maximum, shared.exchange[worker][of_warp][head(h)]);
+      }
+      const float factor = exp2_approximate(part.maximum[h] - finite(maximum));
+      part.maximum[h] = maximum;
+      part.sum[h] *= factor;
+#pragma unroll
+      for (auto& block : part.output) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) block[h / 2 * 4 + 2 * r + h % 2] *= factor;
+      }
+    }
+  }
+  // -inf - -inf would be NaN.
+  __device__ __forceinline__ static float finite(float maximum) { return maximum == -INFINITY ? 0.0f : maximum; }
+
+  // Relative to the part's maximum, to shared memory for the product.
+  __device__ __forceinline__ void weigh(const float (&scores)[8], const Part& part, float (&weights)[8]) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) weights[i] = exp2_approximate(scores[i] - finite(part.maximum[i / 4 * 2 + i % 2]));
+    const int row_of_eight = lane / 16 * 8 + lane % 8, chunk = 2 * warp + lane / 8 % 2;
+    asm volatile(
+        "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
+            shared_address(shared.weights[worker][tiles % 2]) + chunk_offset<kRowMostHeads>(row_of_eight, chunk)),
+        "r"(pack<Element>(weights[0], weights[1])), "r"(pack<Element>(weights[2], weights[3])),
+        "r"(pack<Element>(weights[4], weights[5])), "r"(pack<Element>(weights[6], weights[7]))
+        : "memory");
+    cutlass::arch::fence_view_async_shared();
+  }
+
+  // K of the worker's tile `tiles` is piece 2 `tiles`, V the next. Where it lies, once it is there.
+  __device__ __forceinline__ std::uint32_t wait_for(std::uint32_t piece) const {
+    Barrier::wait(&shared.full[worker][piece % kPieces], piece / kPieces % 2);
+    cutlass::arch::fence_view_async_shared();
+    return shared_address(shared.pieces[worker][piece % kPieces]);
+  }
+  __device__ __forceinline__ void release(std::uint32_t piece) {
+    __syncwarp();
+    if (lane == 0) Barrier::arrive(&shared.empty[worker][piece % kPieces]);
+  }
+
+  __device__ __forceinline__ void step(Part& part) {
+    float scores[8], weights[8];
+    scores_of(2 * tiles, scores);
+    weigh(scores, part, weights);
+    bool far = false;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) far |= scores[i] > part.maximum[i / 4 * 2 + i % 2] + kFar;
+    if (worker_any(far)) {  // and all have written theirs
+      raise(scores, part);
+      weigh(scores, part, weights);
+      worker_sync();
+    }
+#pragma unroll
+    for (int h = 0; h < 4; ++h) part.sum[h] += weights[h / 2 * 4 + h % 2] + weights[h / 2 * 4 + h % 2 + 2];
+    add_values(2 * tiles + 1, part);
+    ++tiles;
+  }
+
+  // Scaled; -inf where there is no token.
+  __device__ __forceinline__ void scores_of(std::uint32_t piece, float (&scores)[8]) {
+    const std::uint64_t k = descriptor_k_major(wait_for(piece)), q = descriptor_k_major(shared_address(shared.q));
+    const unsigned char* const listed = &shared.listed[worker][piece % kPieces][2 * warp];
+    pin(scores);
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < kHeadDim / 16; ++step) {
+      const std::uint64_t in_block = descriptor_step(step % 4 * 32);
+      wgmma_shared<Element, kRowMostHeads>(scores, k + in_block + step / 4 * descriptor_step(kRowTile * kBlockRowBytes),
+                                           q + in_block + step / 4 * descriptor_step(sizeof(shared.q[0])), step > 0);
+    }
+    wgmma_commit();
+    pin(scores);
+    const bool exists[2] = {(listed[0] >> (lane / 4) & 1) != 0, (listed[1] >> (lane / 4) & 1) != 0};
+    wgmma_wait<0>();
+    pin(scores);
+    release(piece);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) scores[i] = exists[i / 2 % 2] ? scores[i] * params.scale_log2 : -INFINITY;
+  }
+
+  __device__ __forceinline__ void add_values(std::uint32_t piece, Part& part) {
+    const std::uint64_t v = descriptor_across_k(wait_for(piece), kRowTile * kBlockRowBytes),
+                        weights = descriptor_k_major(shared_address(shared.weights[worker][tiles % 2]));
+#pragma unroll
+    for (auto& block : part.output) pin(block);
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < kRowTile / 16; ++step) {
+#pragma unroll
+      for (int block = 0; block < kBlocks; ++block) {
+        wgmma_shared<Element, kRowMostHeads, cute::SM90::GMMA::Major::MN>(
+            part.output[block],
+            v + step * descriptor_step(16 * kBlockRowBytes) + block * descriptor_step(kRowTile * kBlockRowBytes),
+            weights + descriptor_step(step * 32), true);
+      }
+    }
+    wgmma_commit();
+    wgmma_wait<0>();
+#pragma unroll
+    for (auto& block : part.output) pin(block);
+    release(piece);
+  }
+
+  // A block of columns to those from `column` on.
+  template <typename Parts>
+  __device__ __forceinline__ void store(const Part& part, int block, Parts& parts, int column) const {
     const int heads = call().group();
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int head = lane / 4 + 8 * r;
-      if (head >= heads) continue;
-      if (at.place == 0 && lane % 4 == 0) {
-        shared.parts.maxima[at.local][head] = maximum[r];
-        shared.parts.sums[at.local][head] = sum[r];
+    for (int h = 0; h < 4; ++h) {
+      if (head(h) >= heads) continue;
+      if (block == 0 && warp == 0 && lane < 4) {
+        parts.maxima[worker][head(h)] = part.maximum[h];
+        parts.sums[worker][head(h)] = part.sum[h];
       }
-      float* to = shared.parts.outputs[at.local][head] + at.place * kColumns + lane % 4 * 2;
+      float* to = parts.outputs[worker][head(h)] + column + 16 * warp + lane / 4;
 #pragma unroll
-      for (int i = 0; i < kColumns / 8; ++i) {
-        *reinterpret_cast<float2*>(to + 8 * i) = make_float2(output[i][2 * r], output[i][2 * r + 1]);
+      for (int r = 0; r < 2; ++r) to[8 * r] = part.output[block][h / 2 * 4 + 2 * r + h % 2];
+    }
+  }
+
+  // Of a row that the CTA has for itself.
+  __device__ __forceinline__ void merge_alone(const Part& part) {
+    auto& of_block = shared.block_parts;
+    constexpr int kFours = kBlockColumns / 4;
+    const int heads = call().group();
+#pragma unroll
+    for (int block = 0; block < kBlocks; ++block) {
+      store(part, block, of_block, 0);
+      consumers_sync();
+      for (int i = static_cast<int>(threadIdx.x); i < heads * kFours; i += Traits::kConsumers) {
+        const int of_head = i / kFours, column = i % kFours * 4;
+        RowPart parts[Traits::kLeaves];
+#pragma unroll
+        for (int leaf = 0; leaf < Traits::kLeaves; ++leaf) {
+          parts[leaf] = {of_block.maxima[leaf][of_head], of_block.sums[leaf][of_head],
+                         *reinterpret_cast<const float4*>(&of_block.outputs[leaf][of_head][column])};
+        }
+        merged(parts).store(params.call, row.row, row.kv_head * heads + of_head, block * kBlockColumns + column);
       }
+      consumers_sync();
     }
   }
 };
 
-// The chains of a row, in their order, by the consumers of all its CTAs; each CTA a part of the columns.
+// What the workers of a cluster have of a row, by the consumers of all its CTAs; each CTA a part of the columns.
 template <typename Traits>
 __device__ __forceinline__ void merge_row(const QsaRowsParams& params, QsaRowShared<Traits>& shared, QsaRowUnit unit) {
-  const auto of_cta = [&](auto* mine, int cta) {
-    if constexpr (Traits::kCtas == 1) {
-      return mine;
-    } else {
-      return cooperative_groups::this_cluster().map_shared_rank(mine, cta);
-    }
-  };
+  const auto of_cta = [](auto* mine, int cta) { return cooperative_groups::this_cluster().map_shared_rank(mine, cta); };
   const int heads = params.call.params.group(), rank = static_cast<int>(blockIdx.x) % Traits::kCtas;
   constexpr int kFours = Traits::kColumns / 4;
   for (int i = static_cast<int>(threadIdx.x); i < heads * kFours; i += Traits::kConsumers) {
     const int head = i / kFours, column = rank * Traits::kColumns + i % kFours * 4;
-    RowParts<kRowChains> parts;
+    RowPart parts[Traits::kLeaves];
 #pragma unroll
-    for (int c = 0; c < kRowChains; ++c) {
-      constexpr int kChains = Traits::kChains;
-      parts.maxima[c] = *of_cta(&shared.parts.maxima[c % kChains][head], c / kChains);
-      parts.sums[c] = *of_cta(&shared.parts.sums[c % kChains][head], c / kChains);
-      parts.outputs[c] =
-          *reinterpret_cast<const float4*>(of_cta(&shared.parts.outputs[c % kChains][head][column], c / kChains));
+    for (int leaf = 0; leaf < Traits::kLeaves; ++leaf) {
+      const int worker = leaf % Traits::kWorkers, cta = leaf / Traits::kWorkers;
+      parts[leaf].maximum = *of_cta(&shared.parts.maxima[worker][head], cta);
+      parts[leaf].sum = *of_cta(&shared.parts.sums[worker][head], cta);
+      parts[leaf].output = *reinterpret_cast<const float4*>(of_cta(&shared.parts.outputs[worker][head][column], cta));
     }
-    parts.store(params.call, unit.row, unit.kv_head * heads + head, column);
+    merged(parts).store(params.call, unit.row, unit.kv_head * heads + head, column);
   }
 }
 
@@ -588,11 +645,10 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) qsa_rows_kernel(const __g
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
   auto& shared = *reinterpret_cast<QsaRowShared<Traits>*>(shared_bytes);
   constexpr int kCtas = Traits::kCtas;
-  if (threadIdx.x < kRowChains * Traits::kPieces) {
-    Barrier::init(&shared.full[0][threadIdx.x], 32 + 1);
-    Barrier::init(&shared.empty[0][threadIdx.x], kCtas);
+  if (threadIdx.x < Traits::kWorkers * Traits::kPieces) {
+    Barrier::init(&shared.full[0][threadIdx.x], Traits::kFeeders * (32 + 1));
+    Barrier::init(&shared.empty[0][threadIdx.x], 4);
     if (threadIdx.x == 0) {
-      Barrier::init(&shared.merged, Traits::kThreads / 32);
       shared.to_merge = {-1, 0};
     }
     cutlass::arch::fence_barrier_init();
@@ -604,7 +660,9 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) qsa_rows_kernel(const __g
     const RaggedRows& rows = params.call.params.rows;
     for (std::int64_t segment = threadIdx.x; segment < rows.num_segments() && !takes; segment += Traits::kThreads) {
       const std::int64_t size = rows.rows(segment).size();
-      takes = size > 0 && qsa_is_apart(size, rows.owned(segment));
+      const bool owned = rows.owned(segment);
+      takes = size > 0 && (params.apart.by_rows(size, owned) ||
+                           params.apart.by_length(visible_length(params.call.params.cache_lengths[segment - 1], size)));
     }
   }
   if (!__syncthreads_or(takes)) {
@@ -616,39 +674,22 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) qsa_rows_kernel(const __g
   if (!consumes) {
     cutlass::arch::warpgroup_reg_dealloc<Traits::kProducerRegisters>();
     QsaRowProducer<Traits> producer(params, shared);
-    std::int32_t entry = producer.read_entry(0, scan.first_row()),
-                 next_entry = producer.read_entry(2, scan.first_row());
-    std::uint32_t rows = 0;  // before this one
+    const auto entries = producer.guess_entries(scan.first_row());
 #pragma unroll 1
     while (scan.find(producer.row)) {
-      if (!producer.row.is_first) {
-        entry = producer.read_entry(0, producer.row.row);
-        next_entry = producer.read_entry(2, producer.row.row);
-      }
-      producer.stream(entry, next_entry, [&] {
-        if (kCtas == 1 && rows > 0) warps_meet(&shared.merged, (rows - 1) % 2, static_cast<int>(threadIdx.x));
-      });
-      ++rows;
+      producer.stream(entries);
       if constexpr (kCtas > 1) break;  // a cluster has one unit at most
     }
-    if (kCtas == 1 && rows > 0) warps_meet(&shared.merged, (rows - 1) % 2, static_cast<int>(threadIdx.x));
   } else {
     cutlass::arch::warpgroup_reg_alloc<Traits::kConsumerRegisters>();
     QsaRowConsumer<Traits> consumer(params, shared);
-    std::uint32_t rows = 0;
 #pragma unroll 1
     while (scan.find(consumer.row)) {
-      consumer.begin();
-#pragma unroll 1
-      for (std::int32_t round = 0; round < consumer.rounds; ++round) consumer.step(round);
-      consumer.store_parts();
+      consumer.run();
       if constexpr (kCtas > 1) {
         if (threadIdx.x == 0) shared.to_merge = {consumer.row.row, consumer.row.kv_head};
         break;
       }
-      QsaRowConsumer<Traits>::consumers_sync();
-      merge_row<Traits>(params, shared, {consumer.row.row, consumer.row.kv_head});
-      warps_meet(&shared.merged, rows++ % 2, static_cast<int>(threadIdx.x));
     }
   }
   // Both roles, at one place of the code.
@@ -707,6 +748,7 @@ void launch_qsa_rows(const portable::QsaKernelParams& call, bool beside, bool sp
   kernel_params.page_shift = page_shift(params.cache);
   kernel_params.longest = longest_context(params.cache);
   kernel_params.num_units = static_cast<std::int32_t>(params.rows.total * params.num_kv_heads);
+  kernel_params.apart = qsa_apart(params.group());
   kernel_params.sparse = sparse;
   if (sparse) {  // a CTA looks through many rows
     return launch_qsa_rows_as<QsaRowTraits<Element, kHeadDim, 1>>(kernel_params, beside, device, stream);

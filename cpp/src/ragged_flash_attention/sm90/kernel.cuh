@@ -331,7 +331,7 @@ struct Consumer {
   }
 
   __device__ __forceinline__ void issue_output(bool accumulate) {
-    const std::uint64_t v = descriptor_n_major(uniform_address(shared.v[v_ring.index()]), sizeof(shared.v[0][0]));
+    const std::uint64_t v = descriptor_across_k(uniform_address(shared.v[v_ring.index()]), sizeof(shared.v[0][0]));
     pin(output);
     pin(probabilities);
     wgmma_fence();

@@ -60,28 +60,40 @@ bool tma_takes(const void* data, const RaggedBoxes& boxes) {
 }
 
 void encode_ragged(CUtensorMap* map, const void* data, const RaggedBoxes& boxes) {
-  // A model calls with a few shapes and ever new addresses: the rest of a descriptor is kept, by each thread for
-  // itself.
+  // A model calls with a few shapes, and its allocator hands out the same addresses over and over: descriptors are
+  // kept, by each thread for itself. Where only the address is new, the rest of one is taken over.
   struct Entry {
     RaggedBoxes boxes;
+    const void* data;
     CUtensorMap map;
   };
-  constexpr std::size_t kEntries = 64;
-  static thread_local Entry cache[kEntries] = {};
+  struct Set {
+    Entry entries[4];
+    unsigned oldest;
+  };
+  constexpr std::size_t kSets = 32;
+  static thread_local Set sets[kSets] = {};
   const std::size_t hash = static_cast<std::size_t>(boxes.row_stride * 7 + boxes.head_stride * 5 + boxes.heads * 3 +
                                                     boxes.box_rows + boxes.head_dim + boxes.is_bfloat16);
-  Entry& entry = cache[(hash ^ hash >> 6 ^ hash >> 12) % kEntries];
-  if (!(entry.boxes == boxes)) {
-    entry.boxes = {};
-    encode(&entry.map, boxes, const_cast<void*>(data));
-    entry.boxes = boxes;
-    *map = entry.map;
-    return;
+  Set& set = sets[(hash ^ hash >> 6 ^ hash >> 12) % kSets];
+  const Entry* alike = nullptr;
+  for (const Entry& entry : set.entries) {
+    if (!(entry.boxes == boxes)) continue;
+    if (entry.data == data) {
+      *map = entry.map;
+      return;
+    }
+    alike = &entry;
   }
-  static const auto replace =
-      reinterpret_cast<decltype(&cuTensorMapReplaceAddress)>(driver_function("cuTensorMapReplaceAddress"));
-  *map = entry.map;
-  check_driver(replace(map, const_cast<void*>(data)), "changing a tensor map's address");
+  if (alike == nullptr) {
+    encode(map, boxes, const_cast<void*>(data));
+  } else {
+    static const auto replace =
+        reinterpret_cast<decltype(&cuTensorMapReplaceAddress)>(driver_function("cuTensorMapReplaceAddress"));
+    *map = alike->map;
+    check_driver(replace(map, const_cast<void*>(data)), "changing a tensor map's address");
+  }
+  set.entries[set.oldest++ % 4] = {boxes, data, *map};
 }
 
 }  // namespace ragged_attention::sm90

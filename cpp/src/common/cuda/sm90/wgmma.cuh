@@ -36,18 +36,19 @@ struct WgmmaOps;
 #define RAGGED_ATTENTION_WGMMA(n)                                                                            \
   template <>                                                                                                \
   struct WgmmaOps<cutlass::bfloat16_t, n> {                                                                  \
-    template <cute::SM90::GMMA::Major kMajorB>                                                               \
-    using Shared = cute::SM90::GMMA::MMA_64x##n##x16_F32BF16BF16_SS<cute::SM90::GMMA::Major::K, kMajorB>;    \
+    template <cute::SM90::GMMA::Major kMajorA, cute::SM90::GMMA::Major kMajorB>                              \
+    using Shared = cute::SM90::GMMA::MMA_64x##n##x16_F32BF16BF16_SS<kMajorA, kMajorB>;                       \
     template <cute::SM90::GMMA::Major kMajorB>                                                               \
     using Registers = cute::SM90::GMMA::MMA_64x##n##x16_F32BF16BF16_RS<cute::SM90::GMMA::Major::K, kMajorB>; \
   };                                                                                                         \
   template <>                                                                                                \
   struct WgmmaOps<cutlass::half_t, n> {                                                                      \
-    template <cute::SM90::GMMA::Major kMajorB>                                                               \
-    using Shared = cute::SM90::GMMA::MMA_64x##n##x16_F32F16F16_SS<cute::SM90::GMMA::Major::K, kMajorB>;      \
+    template <cute::SM90::GMMA::Major kMajorA, cute::SM90::GMMA::Major kMajorB>                              \
+    using Shared = cute::SM90::GMMA::MMA_64x##n##x16_F32F16F16_SS<kMajorA, kMajorB>;                         \
     template <cute::SM90::GMMA::Major kMajorB>                                                               \
     using Registers = cute::SM90::GMMA::MMA_64x##n##x16_F32F16F16_RS<cute::SM90::GMMA::Major::K, kMajorB>;   \
   }
+RAGGED_ATTENTION_WGMMA(16);
 RAGGED_ATTENTION_WGMMA(32);
 RAGGED_ATTENTION_WGMMA(64);
 RAGGED_ATTENTION_WGMMA(80);
@@ -88,17 +89,18 @@ __device__ __forceinline__ std::uint64_t descriptor_k_major(std::uint32_t addres
   return kSwizzle128 | kAtomStride | kUnused | ((address & 0x3ffff) >> 4);
 }
 
-// An operand whose rows run along K and whose 128-byte rows run along N (V): `block_bytes` from one block of 64 columns
-// to the next; a K step of 16 rows is 2048 bytes.
-__device__ __forceinline__ std::uint64_t descriptor_n_major(std::uint32_t address, std::uint32_t block_bytes) {
+// An operand whose rows run along K and whose 128-byte rows run along M or N (V): `block_bytes` from one block of 64
+// columns to the next; a K step of 16 rows is 2048 bytes.
+__device__ __forceinline__ std::uint64_t descriptor_across_k(std::uint32_t address, std::uint32_t block_bytes) {
   constexpr std::uint64_t kSwizzle128 = std::uint64_t{1} << 62;
   constexpr std::uint64_t kAtomStride = descriptor_step(8 * kBlockRowBytes) << 32;
   return kSwizzle128 | kAtomStride | (descriptor_step(block_bytes) << 16) | ((address & 0x3ffff) >> 4);
 }
 
-template <typename Element, int kN>
+// kMajorA: whether the 128-byte rows of A run along K or along M; those of B run along K.
+template <typename Element, int kN, cute::SM90::GMMA::Major kMajorA = cute::SM90::GMMA::Major::K>
 __device__ __forceinline__ void wgmma_shared(float (&d)[kN / 2], std::uint64_t a, std::uint64_t b, bool accumulate) {
-  using Op = typename detail::WgmmaOps<Element, kN>::template Shared<cute::SM90::GMMA::Major::K>;
+  using Op = typename detail::WgmmaOps<Element, kN>::template Shared<kMajorA, cute::SM90::GMMA::Major::K>;
   detail::fma_shared<Op>(d, a, b, accumulate ? cute::SM90::GMMA::ScaleOut::One : cute::SM90::GMMA::ScaleOut::Zero,
                          std::make_index_sequence<kN / 2>{});
 }
