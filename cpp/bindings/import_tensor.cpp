@@ -191,6 +191,22 @@ std::optional<std::uintptr_t> current_stream(nb::handle object, std::int32_t dev
   return reinterpret_cast<std::uintptr_t>(stream);
 }
 
+bool may_be_pending(const nb::dict& tensors) {
+  static PyObject* const requires_grad = PyUnicode_InternFromString("requires_grad");
+  static PyObject* const is_neg = PyUnicode_InternFromString("is_neg");
+  for (const auto& [name, object] : tensors) {
+    if (object.is_none()) continue;
+    if (exchange_api(object) == nullptr) return true;
+    try {
+      if (nb::object(object.attr(nb::handle(requires_grad))).ptr() != Py_False) return true;
+      if (nb::object(object.attr(nb::handle(is_neg))()).ptr() != Py_False) return true;
+    } catch (const nb::python_error&) {
+      return true;  // no tensor of torch's
+    }
+  }
+  return false;
+}
+
 ImportedTensor import_tensor(nb::handle object, const char* name, Access access, std::optional<std::uintptr_t> stream) {
   ImportedTensor result;
   const ExchangeApi* api = exchange_api(object);

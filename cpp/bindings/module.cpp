@@ -245,6 +245,8 @@ NB_MODULE(_C, m) {
   m.def("supports", &supports, "op"_a, "cuda"_a, "device"_a, "dtype"_a, "head_dim"_a, "group"_a);
   m.def("current_stream", &ra::current_stream, "tensor"_a, "device"_a,
         "The current stream of the tensor's framework, or None if the framework has no C exchange API.");
+  m.def("may_be_pending", &ra::may_be_pending, "tensors"_a,
+        "False where no value can be a torch tensor that requires grad or is lazily negated.");
   m.def("build_info", &build_info);
   m.def("cuda_devices", &cuda_devices);
   m.def("num_threads", &ra::num_threads);

@@ -164,6 +164,8 @@ def refuse_pending(tensors: dict[str, Any]) -> None:
     torch = sys.modules.get("torch")
     if torch is None or not hasattr(torch, "is_grad_enabled"):  # not loaded, or still loading
         return
+    if not _C.may_be_pending(tensors):
+        return
     tensor_type = torch.Tensor
     for name, tensor in tensors.items():
         if tensor is None or not isinstance(tensor, tensor_type):
