@@ -90,6 +90,7 @@ struct QsaRowShared {
   std::int32_t next_unit[Traits::kThreads / 32];                             // to look at, of each warp
   std::uint64_t full[kWorkers][Traits::kPieces];   // by each producer lane's copies, and by the warp
   std::uint64_t empty[kWorkers][Traits::kPieces];  // by the worker's warps
+  std::uint64_t met;                               // by the consumer warps of a CTA alone, to merge a block
   QsaRowUnit to_merge;                             // the cluster's; row -1: it has none
 };
 
@@ -304,7 +305,7 @@ struct QsaRowConsumer {
   const QsaRowsParams& params;
   QsaRowShared<Traits>& shared;
   int worker, warp, lane;
-  std::uint32_t tiles = 0;  // so far
+  std::uint32_t tiles = 0, meetings = 0;  // so far
 
   QsaRow row;
 
@@ -577,6 +578,12 @@ struct QsaRowConsumer {
     }
   }
 
+  // All of a CTA's consumer warps, each time.
+  __device__ __forceinline__ void meet() {
+    warps_meet(&shared.met, meetings % 2, static_cast<int>(threadIdx.x));
+    ++meetings;
+  }
+
   // Of a row that the CTA has for itself.
   __device__ __forceinline__ void merge_alone(const Part& part) {
     auto& of_block = shared.block_parts;
@@ -585,7 +592,7 @@ struct QsaRowConsumer {
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block) {
       store(part, block, of_block, 0);
-      consumers_sync();
+      meet();
       for (int i = static_cast<int>(threadIdx.x); i < heads * kFours; i += Traits::kConsumers) {
         const int of_head = i / kFours, column = i % kFours * 4;
         RowPart parts[Traits::kLeaves];
@@ -596,7 +603,7 @@ struct QsaRowConsumer {
         }
         merged(parts).store(params.call, row.row, row.kv_head * heads + of_head, block * kBlockColumns + column);
       }
-      consumers_sync();
+      meet();
     }
   }
 };
@@ -649,6 +656,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) qsa_rows_kernel(const __g
     Barrier::init(&shared.full[0][threadIdx.x], Traits::kFeeders * (32 + 1));
     Barrier::init(&shared.empty[0][threadIdx.x], 4);
     if (threadIdx.x == 0) {
+      Barrier::init(&shared.met, Traits::kConsumers / 32);
       shared.to_merge = {-1, 0};
     }
     cutlass::arch::fence_barrier_init();
