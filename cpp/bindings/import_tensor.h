@@ -31,8 +31,8 @@ TensorView packed_view(void* data, DType dtype, Device device, std::int64_t rank
 // frameworks share.
 TensorView described_tensor(nanobind::handle object, const char* name);
 
-// False where none of the values can be a torch tensor that requires grad or is lazily negated. Quicker than asking from
-// Python, which every call would feel.
+// False where none of the values can be a torch tensor that requires grad or is lazily negated. Quicker than asking
+// from Python, which every call would feel.
 bool may_be_pending(const nanobind::dict& tensors);
 
 // The current stream of the object's framework on this device, if the framework has DLPack's C exchange API.
