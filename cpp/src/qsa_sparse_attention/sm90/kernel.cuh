@@ -5,9 +5,9 @@
 //   Producer warpgroup: plans the union of the lists (plan.h), looks up pages, copies K and V tile by tile, with a mask
 //     for each tile: which row lists which token.
 //   Consumer warpgroup, for each tile: S = Q K^T, masked; online softmax; O += P V, P from registers.
-// Long sequences: one CTA a unit. Short ones (decode, multi-token prediction): a cluster of CTAs a unit, each with its
-// share of the context or list; they leave O, maximum and sum in shared memory, and each merges a part of the rows, in
-// the order of ranks. Both are fixed by the sequence's own rows, so are its bits.
+// Long sequences: one CTA a unit. Shorter ones: a cluster of CTAs a unit, each with its share of the context or list;
+// they leave O, maximum and sum in shared memory, and each merges a part of the rows, two CTAs' by two. Both are fixed
+// by the sequence's own rows, so are its bits.
 #pragma once
 
 #include <cooperative_groups.h>
@@ -114,7 +114,7 @@ __device__ __forceinline__ bool next_unit(const QsaGroupsParams& params, QsaShar
   return shared.unit[role].group.rows > 0;
 }
 
-// Rows of the cluster's unit, merged in the order of ranks and stored; each CTA a part of them.
+// Rows of the cluster's unit, merged and stored; each CTA a part of them.
 template <typename Traits>
 __device__ __forceinline__ void merge(const QsaGroupsParams& params, QsaShared<Traits>& shared, const QsaUnit& unit,
                                       int rank) {

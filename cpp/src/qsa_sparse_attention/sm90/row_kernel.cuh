@@ -1,5 +1,5 @@
-// Attention over selected tokens for sequences of few rows (decode, multi-token prediction), row by row, for bfloat16
-// and float16 on Hopper.
+// Attention over selected tokens, row by row: for sequences of few rows (decode, multi-token prediction), and of the
+// longest contexts; for bfloat16 and float16 on Hopper.
 //
 // A unit of work is a row and one kv head, with up to 16 query heads. row_plan.h says how its list is dealt out to the
 // workers of a CTA, or of a cluster, in chains of tiles of 64 tokens. Tokens are the rows of both products, heads their
