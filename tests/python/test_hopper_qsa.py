@@ -147,6 +147,13 @@ def check_long_context(
     ).run_and_check(framework)
 
 
+def check_rising_maxima(framework: Framework, rng: np.random.Generator, rows: Sequence[int], **shape: Any) -> None:
+    """Scores so far apart that tile after tile of a long list brings a maximum far beyond the last one."""
+    cached = [1200] * len(rows)
+    lists = [rng.permutation(1200)[:1100].tolist() for _ in range(sum(rows))]
+    qsa_case(rng, rows, cached, lists=lists, width=1100, scale=3.0, page_size=16, **shape).run_and_check(framework)
+
+
 def check_bits(framework: Framework, rng: np.random.Generator, rows: Sequence[int], **shape: Any) -> None:
     """Of a sequence: alone, anywhere in a batch, with any hint, and every time."""
     cached = [int(n) for n in rng.integers(0, 500, len(rows))]
@@ -327,6 +334,12 @@ def test_a_replayed_graph_gives_the_same_bits(hopper, rng, dtype):
         assert_all_same_bits((hopper.numpy(out), hopper.numpy(lse)), expected, "a replay")
 
 
+@each_dtype
+@each_head_dim
+def test_maxima_that_rise_from_tile_to_tile(hopper, rng, dtype, head_dim):
+    check_rising_maxima(hopper, rng, (1, 4, 40, 140), dtype=dtype, head_dim=head_dim, heads=(12, 1))
+
+
 @pytest.mark.parametrize("scale", [1e6, -3.0, 0.0])
 def test_scales_of_any_size_and_sign(hopper, rng, scale):
     qsa_case(
@@ -398,6 +411,7 @@ def test_the_cpu_backend_makes_the_same_promises(numpy_cpu, rng):
     check_duplicates(numpy_cpu, rng, 7, **shape)
     check_no_leaks(numpy_cpu, rng, 6, **shape)
     check_special_values(numpy_cpu, rng, 5, **shape)
+    check_rising_maxima(numpy_cpu, rng, (1, 2), **shape)
     for order in ORDERS:
         check_long_context(numpy_cpu, rng, 6, 3 * WINDOW, order, **shape)
     check_bits(numpy_cpu, rng, (1, 4, 0, 9), **shape)
