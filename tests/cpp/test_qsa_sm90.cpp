@@ -103,8 +103,8 @@ TEST_CASE("garbage in the offsets makes no group outside the rows") {
     Offsets offsets(1 + random() % 9);
     for (auto& value : offsets) value = static_cast<std::int64_t>(random()) >> (random() % 64);
     const RaggedRows rows = rows_of(offsets, 300);
-    const RowGroups<true> short_groups{rows, 5};
-    const RowGroups<false> long_groups{rows, 5};
+    const RowGroups<true> short_groups{rows, 5, {}};
+    const RowGroups<false> long_groups{rows, 5, {}};
     for (std::int64_t id = 0; id < short_groups.num_ids(); ++id) {
       for (std::int64_t segment = 0; segment < rows.num_segments(); ++segment) {
         for (const RowGroup& group : {short_groups.group(id, segment), long_groups.group(id, segment)}) {
