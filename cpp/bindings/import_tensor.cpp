@@ -200,8 +200,9 @@ bool may_be_pending(const nb::dict& tensors) {
     try {
       if (nb::object(object.attr(nb::handle(requires_grad))).ptr() != Py_False) return true;
       if (nb::object(object.attr(nb::handle(is_neg))()).ptr() != Py_False) return true;
-    } catch (const nb::python_error&) {
-      return true;  // no tensor of torch's
+    } catch (const nb::python_error& error) {
+      if (!error.matches(PyExc_Exception)) throw;  // KeyboardInterrupt
+      return true;                                 // no tensor of torch's
     }
   }
   return false;

@@ -64,8 +64,9 @@ struct QsaApart {
     return most_rows >= 0 && length > most_tokens;
   }
 };
+RAGGED_ATTENTION_HOST_DEVICE bool qsa_has_apart(int heads_per_kv_head) { return heads_per_kv_head <= kRowMostHeads; }
 RAGGED_ATTENTION_HOST_DEVICE QsaApart qsa_apart(int heads_per_kv_head) {
-  if (heads_per_kv_head > kRowMostHeads) return {};
+  if (!qsa_has_apart(heads_per_kv_head)) return {};
   return {kQsaApartRows, kQsaMostWindows * 32 * plan_words(qsa_group_rows(heads_per_kv_head))};
 }
 

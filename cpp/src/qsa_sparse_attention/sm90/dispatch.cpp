@@ -21,7 +21,7 @@ template <typename Element, int kHeadDim>
 void launch_all(const QsaKernelParams& call, int device, void* stream) {
   const QsaParams& params = call.params;
   const RaggedRows& rows = params.rows;
-  const bool apart = params.group() <= sm90::kRowMostHeads;
+  const bool apart = sm90::qsa_has_apart(params.group());
   const bool has_short = !apart || rows.total > sm90::kQsaApartRows, has_long = rows.total > sm90::kQsaShortRows;
   const std::int64_t longest = rows.likely_longest(params.longest_hint);
   bool beside = false;

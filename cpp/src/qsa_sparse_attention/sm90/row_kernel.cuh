@@ -357,7 +357,7 @@ struct QsaRowConsumer {
     consumers_sync();
   }
 
-  // Everything that the worker has of the row, in the place of the pieces.
+  // Everything that the worker has of the row: of a CTA alone to the result, else in the place of the pieces.
   __device__ __forceinline__ void run() {
     const QsaRowShare<Traits> share(row.count, worker);
     load_q();
