@@ -35,6 +35,7 @@ struct QsaRowsParams {
   std::int32_t longest = 0;      // tokens that a page table has room for
   std::int32_t num_units = 0;    // rows times kv heads
   std::int32_t num_clusters = 0;
+  float sequences_per_row = 0.0f;
   QsaApart apart;       // what this kernel takes
   bool sparse = false;  // probably nothing
 };
@@ -56,11 +57,6 @@ struct QsaRowTraits {
   static constexpr int kConsumers = 128 * kWorkers, kThreads = kConsumers + 256;
   // No more than the launch allocates: 128 for every thread, 168 where there are 384.
   static constexpr int kConsumerRegisters = 184, kProducerRegisters = 72;
-};
-
-// What is computed at a time.
-struct QsaRowUnit {
-  std::int32_t row, kv_head;
 };
 
 template <typename Traits>
@@ -91,7 +87,6 @@ struct QsaRowShared {
   std::uint64_t full[kWorkers][Traits::kPieces];   // by each producer lane's copies, and by the warp
   std::uint64_t empty[kWorkers][Traits::kPieces];  // by the worker's warps
   std::uint64_t met;                               // by the consumer warps of a CTA alone, to merge a block
-  QsaRowUnit to_merge;                             // the cluster's; row -1: it has none
 };
 
 // Of bar.sync; 0 is all threads'. A worker's is kWorkerWarps and its number.
@@ -130,7 +125,8 @@ struct QsaRowScan {
       if (mine < params.num_units) {
         const std::int32_t row = mine / call.num_kv_heads;
         count = static_cast<std::int32_t>(call.count(row));
-        std::int64_t segment = 1 + row * call.rows.batch / call.rows.total;  // a guess
+        const auto guess = static_cast<std::int64_t>((static_cast<float>(row) + 0.5f) * params.sequences_per_row);
+        std::int64_t segment = 1 + min(guess, call.rows.batch - 1);  // rows that are rounded up may be past the last
         RowRange range = call.rows.rows(segment);
         std::int64_t cached = call.rows.batch > 0 ? call.cache_lengths[segment - 1] : 0;
         if (row < range.begin || row >= range.end) {
@@ -610,7 +606,8 @@ struct QsaRowConsumer {
 
 // What the workers of a cluster have of a row, by the consumers of all its CTAs; each CTA a part of the columns.
 template <typename Traits>
-__device__ __forceinline__ void merge_row(const QsaRowsParams& params, QsaRowShared<Traits>& shared, QsaRowUnit unit) {
+__device__ __forceinline__ void merge_row(const QsaRowsParams& params, QsaRowShared<Traits>& shared,
+                                          const QsaRow& row) {
   const auto of_cta = [](auto* mine, int cta) { return cooperative_groups::this_cluster().map_shared_rank(mine, cta); };
   const int heads = params.call.params.group(), rank = static_cast<int>(blockIdx.x) % Traits::kCtas;
   constexpr int kFours = Traits::kColumns / 4;
@@ -624,13 +621,13 @@ __device__ __forceinline__ void merge_row(const QsaRowsParams& params, QsaRowSha
       parts[leaf].sum = *of_cta(&shared.parts.sums[worker][head], cta);
       parts[leaf].output = *reinterpret_cast<const float4*>(of_cta(&shared.parts.outputs[worker][head][column], cta));
     }
-    merged(parts).store(params.call, unit.row, unit.kv_head * heads + head, column);
+    merged(parts).store(params.call, row.row, row.kv_head * heads + head, column);
   }
 }
 
-// Rows before the first sequence and after the last get 0 and -inf.
+// Rows before the first sequence and after the last get 0 and -inf. By `threads` threads of each CTA.
 template <typename Traits>
-__device__ __forceinline__ void store_rows_of_none(const QsaRowsParams& params) {
+__device__ __forceinline__ void store_rows_of_none(const QsaRowsParams& params, int thread, int threads) {
   const QsaParams& call = params.call.params;
   const std::int64_t first_end = call.rows.boundary(1);
   const std::int64_t last_begin = max(first_end, call.rows.boundary(call.rows.batch + 1));
@@ -638,7 +635,7 @@ __device__ __forceinline__ void store_rows_of_none(const QsaRowsParams& params) 
   constexpr int kFours = Traits::kHeadDim / 4;
   for (std::int64_t i = blockIdx.x; i < rows; i += params.num_clusters * Traits::kCtas) {
     const std::int64_t row = i < first_end ? i : last_begin + (i - first_end);
-    for (int j = static_cast<int>(threadIdx.x); j < call.num_q_heads * kFours; j += Traits::kThreads) {
+    for (int j = thread; j < call.num_q_heads * kFours; j += threads) {
       portable::store_four(params.call, row, j / kFours, j % kFours * 4, make_float4(0.0f, 0.0f, 0.0f, 0.0f));
       if (call.lse != nullptr && j % kFours == 0) {
         call.lse[row * call.lse_row_stride + j / kFours * call.lse_head_stride] = -INFINITY;
@@ -655,10 +652,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) qsa_rows_kernel(const __g
   if (threadIdx.x < Traits::kWorkers * Traits::kPieces) {
     Barrier::init(&shared.full[0][threadIdx.x], Traits::kFeeders * (32 + 1));
     Barrier::init(&shared.empty[0][threadIdx.x], 4);
-    if (threadIdx.x == 0) {
-      Barrier::init(&shared.met, Traits::kConsumers / 32);
-      shared.to_merge = {-1, 0};
-    }
+    if (threadIdx.x == 0) Barrier::init(&shared.met, Traits::kConsumers / 32);
     cutlass::arch::fence_barrier_init();
   }
   if (threadIdx.x % 32 == 0) shared.next_unit[threadIdx.x / 32] = QsaRowScan<Traits>::first_unit();
@@ -678,37 +672,43 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) qsa_rows_kernel(const __g
     return;
   }
   QsaRowScan<Traits> scan{params, shared.next_unit};
-  const bool consumes = threadIdx.x < Traits::kConsumers;
-  if (!consumes) {
+  // A cluster has one unit at most. Its CTAs meet twice: the parts are there, and have been read.
+  const auto meet = [](bool releases) {
+    if (kCtas == 1) return;
+    releases ? cute::cluster_arrive() : cute::cluster_arrive_relaxed();
+    cute::cluster_wait();
+  };
+  const int thread = static_cast<int>(threadIdx.x);
+  constexpr int kProducers = Traits::kThreads - Traits::kConsumers;
+  if (thread >= Traits::kConsumers) {
     cutlass::arch::warpgroup_reg_dealloc<Traits::kProducerRegisters>();
     QsaRowProducer<Traits> producer(params, shared);
     const auto entries = producer.guess_entries(scan.first_row());
 #pragma unroll 1
     while (scan.find(producer.row)) {
       producer.stream(entries);
-      if constexpr (kCtas > 1) break;  // a cluster has one unit at most
+      if constexpr (kCtas > 1) break;
     }
+    // Of a cluster they are done long before the others. (Of a CTA alone they have other rows to see to, and the copies
+    // no register to spare.)
+    if constexpr (kCtas > 1) store_rows_of_none<Traits>(params, thread - Traits::kConsumers, kProducers);
+    meet(false);
   } else {
     cutlass::arch::warpgroup_reg_alloc<Traits::kConsumerRegisters>();
     QsaRowConsumer<Traits> consumer(params, shared);
+    if constexpr (kCtas == 1) {
 #pragma unroll 1
-    while (scan.find(consumer.row)) {
+      while (scan.find(consumer.row)) consumer.run();
+    } else if (scan.find(consumer.row)) {
       consumer.run();
-      if constexpr (kCtas > 1) {
-        if (threadIdx.x == 0) shared.to_merge = {consumer.row.row, consumer.row.kv_head};
-        break;
-      }
+      meet(true);
+      merge_row<Traits>(params, shared, consumer.row);
+    } else {
+      meet(false);
     }
   }
-  // Both roles, at one place of the code.
-  if constexpr (kCtas > 1) {
-    cute::cluster_arrive();
-    cute::cluster_wait();
-    if (consumes && shared.to_merge.row >= 0) merge_row<Traits>(params, shared, shared.to_merge);
-    cute::cluster_arrive_relaxed();
-    cute::cluster_wait();  // before a CTA leaves whose parts are being read
-  }
-  store_rows_of_none<Traits>(params);
+  meet(false);
+  if constexpr (kCtas == 1) store_rows_of_none<Traits>(params, thread, Traits::kThreads);
   // The kernel before this one may still be at work; whatever comes next on the stream waits for this one alone.
   cudaGridDependencySynchronize();
 }
@@ -756,6 +756,7 @@ void launch_qsa_rows(const portable::QsaKernelParams& call, bool beside, bool sp
   kernel_params.page_shift = page_shift(params.cache);
   kernel_params.longest = longest_context(params.cache);
   kernel_params.num_units = static_cast<std::int32_t>(params.rows.total * params.num_kv_heads);
+  kernel_params.sequences_per_row = static_cast<float>(params.rows.batch) / static_cast<float>(params.rows.total);
   kernel_params.apart = qsa_apart(params.group());
   kernel_params.sparse = sparse;
   if (sparse) {  // a CTA looks through many rows
