@@ -220,21 +220,27 @@ struct QsaRowProducer {
 
   // --- The gather
 
-  // Tokens [from_lane, from_lane + kTokens) of `offset`, side by side; zeros where there is none.
+  // Tokens [from_lane, from_lane + kTokens) of `offset`; zeros where there is none.
   __device__ __forceinline__ void gather(const void* data, std::int64_t offset, int from_lane, std::uint32_t listed) {
-    constexpr int kChunks = kHeadDim / 8, kRows = 32 / kChunks;  // of a token, and tokens at once
     const std::uint32_t at = piece % kPieces;
     Barrier::wait(&shared.empty[worker][at], (piece / kPieces % 2) ^ 1);
-    const char* from = static_cast<const char*>(data) + lane % kChunks * 16;
-    const std::uint32_t room = shared_address(shared.pieces[worker][at]) +
-                               chunk_offset<kRowTile>(place * kTokens + lane / kChunks, lane % kChunks);
-#pragma unroll 4
-    for (int i = 0; i < kTokens / kRows; ++i) {
-      const std::int64_t of_token = __shfl_sync(0xffffffff, offset, from_lane + i * kRows + lane / kChunks);
+    // Eight lanes copy 128 bytes of a token side by side, then the next 128: one shuffle and address for all of it.
+    constexpr int kSide = kBlockRowBytes / 16, kAtOnce = 32 / kSide;
+    const char* from = static_cast<const char*>(data) + lane % kSide * 16;
+    const std::uint32_t room =
+        shared_address(shared.pieces[worker][at]) + chunk_offset<kRowTile>(place * kTokens + lane / kSide, lane % kSide);
+#pragma unroll
+    for (int i = 0; i < kTokens; i += kAtOnce) {
+      const std::int64_t of_token = __shfl_sync(0xffffffff, offset, from_lane + i + lane / kSide);
       const bool exists = of_token != kNowhere;
-      asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(rows_down(room, i * kRows)),
-                   "l"(exists ? from + of_token : from), "r"(exists ? 16 : 0)
-                   : "memory");
+      const char* const token = exists ? from + of_token : from;
+#pragma unroll
+      for (int block = 0; block < Traits::kBlocks; ++block) {
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(rows_down(room, i) +
+                                                                           block * kRowTile * kBlockRowBytes),
+                     "l"(token + block * kBlockRowBytes), "r"(exists ? 16 : 0)
+                     : "memory");
+      }
     }
     arrive_after_copies(&shared.full[worker][at]);
     if (lane == 0) {
