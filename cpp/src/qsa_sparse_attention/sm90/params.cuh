@@ -72,9 +72,8 @@ struct QsaShared {
   alignas(1024) Element v[Traits::kBlocks][Traits::kKeys][kBlockColumns];
   alignas(16) std::uint32_t plan[kQsaPlanBytes / 4];  // [rows][words]
   std::uint16_t list[kQsaListEntries];
-  const char* token_at[2][Traits::kProducerWarps][32];  // where the tokens of a warp's batch lie, K and V
-  QsaUnit unit[2];                                      // that a role is at; registers are short
-  std::int64_t next_unit[2];                            // to look at
+  QsaUnit unit[2];            // that a role is at; registers are short
+  std::int64_t next_unit[2];  // to look at
   QsaSource source;
   // With K: which of the tile's tokens each row of the group lists; or that the pass has ended.
   std::uint32_t listed[kQsaMaxGroupRows][Traits::kMaskWords];
@@ -114,14 +113,33 @@ __device__ __forceinline__ void warps_meet(std::uint64_t* barrier, std::uint32_t
 __device__ __forceinline__ void producers_sync() { cutlass::arch::NamedBarrier::sync(128, kProducers); }
 __device__ __forceinline__ void consumers_sync() { cutlass::arch::NamedBarrier::sync(128, kQsaConsumers); }
 
-// 16 bytes to shared memory, from `from` + kFrom to `to` + kTo.
-template <int kTo = 0, int kFrom = 0>
-__device__ __forceinline__ void copy_16(std::uint32_t to, const void* from) {
-  asm volatile("cp.async.cg.shared.global [%0 + %2], [%1 + %3], 16;" ::"r"(to), "l"(from), "n"(kTo), "n"(kFrom)
-               : "memory");
+// 16 bytes to shared memory; zeros where `exists` says so.
+__device__ __forceinline__ void copy_16(std::uint32_t to, const void* from, bool exists = true) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(exists ? 16 : 0) : "memory");
 }
 
-static __device__ const uint4 kZeroRow[32] = {};  // a token's, of the largest head dim
+constexpr std::int64_t kNowhere = INT64_MIN;  // in the place of an offset
+
+// The tokens of the lanes from `from_lane` on, each at its lane's `offset`, to the rows of a tile from `row` on, a
+// multiple of 8; zeros where there is no token. Eight lanes copy 128 bytes of a token side by side, then the next 128:
+// one shuffle and address for all of it.
+template <int kTileRows, int kTokens, int kBlocks>
+__device__ __forceinline__ void copy_tokens(const void* data, std::int64_t offset, int from_lane, std::uint32_t tile,
+                                            int row, int lane) {
+  constexpr int kSide = kBlockRowBytes / 16, kAtOnce = 32 / kSide;
+  const char* const from = static_cast<const char*>(data) + lane % kSide * 16;
+  const std::uint32_t to = tile + chunk_offset<kTileRows>(row + lane / kSide, lane % kSide);
+#pragma unroll
+  for (int i = 0; i < kTokens; i += kAtOnce) {
+    const std::int64_t of_token = __shfl_sync(0xffffffff, offset, from_lane + i + lane / kSide);
+    const bool exists = of_token != kNowhere;
+    const char* const token = exists ? from + of_token : from;
+#pragma unroll
+    for (int block = 0; block < kBlocks; ++block) {
+      copy_16(rows_down(to, i) + block * kTileRows * kBlockRowBytes, token + block * kBlockRowBytes, exists);
+    }
+  }
+}
 
 // The barrier counts this thread's arrival once all its copies so far are there.
 __device__ __forceinline__ void arrive_after_copies(std::uint64_t* barrier) {

@@ -10,9 +10,7 @@
 // the threads whose copies have landed.
 #pragma once
 
-#include <cstddef>
 #include <type_traits>
-#include <utility>
 
 #include "qsa_sparse_attention/sm90/params.cuh"
 
@@ -284,12 +282,8 @@ struct QsaProducer {
 #pragma unroll 1
     for (std::int32_t first = shared.source.begin; first < shared.source.end; first += kEntries) {
       const bool valid = pages().exists(page);
-      const std::int64_t offset = pages().offset(token, page, unit.kv_head);
-      __syncwarp();  // the last batch's have been read
-      shared.token_at[0][warp()][lane()] = valid ? static_cast<const char*>(call().cache.k) + offset : zeros();
-      shared.token_at[1][warp()][lane()] = valid ? static_cast<const char*>(call().cache.v) + offset : zeros();
+      const std::int64_t offset = valid ? pages().offset(token, page, unit.kv_head) : kNowhere;
       const std::uint32_t listed = lists(now, valid);  // lane r's are row r's
-      __syncwarp();
       now = ahead;
       token = token_of(now);
       page = pages().read(unit.sequence, token);
@@ -302,51 +296,24 @@ struct QsaProducer {
           reinterpret_cast<Bits*>(shared.listed[lane()])[warp()] = static_cast<Bits>(listed >> (tile * kTokens));
         }
         if (thread() == 0) shared.end = 0;
-        copy(shared_address(shared.k), shared.token_at[0][warp()] + tile * kTokens);
+        copy(call().cache.k, offset, tile * kTokens, shared.k);
         arrive_after_copies(&shared.k_full);
         __syncwarp();
         if (lane() == 0) Barrier::arrive(&shared.k_full);
         k_ring.advance();
         Barrier::wait(&shared.v_empty, v_ring.empty_parity());
-        copy(shared_address(shared.v), shared.token_at[1][warp()] + tile * kTokens);
+        copy(call().cache.v, offset, tile * kTokens, shared.v);
         arrive_after_copies(&shared.v_full);
         v_ring.advance();
       }
     }
   }
 
-  // This warp's part of a tile: eight lanes side by side copy 128 bytes of a token, the warp those of four tokens.
-  __device__ __forceinline__ void copy(std::uint32_t to, const char* const* sources) const {
-    const int token = lane() / 8, chunk = lane() % 8;
-    to += chunk_offset<kKeys>(warp() * kTokens + token, chunk);
-    // Addresses first: a read of shared memory between two copies would hold up the second.
-    constexpr int kAtOnce = 4;
-#pragma unroll
-    for (int first = 0; first < kTokens; first += 4 * kAtOnce) {
-      const char* from[kAtOnce];
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) from[i] = sources[first + 4 * i + token] + chunk * 16;
-      const std::uint32_t even = to + first * kBlockRowBytes;
-      copy_rows(even, rows_down(even, 4), from, std::make_index_sequence<kAtOnce>{});
-    }
+  // This warp's part of a tile.
+  __device__ __forceinline__ void copy(const void* data, std::int64_t offset, int from_lane, const void* tile) const {
+    copy_tokens<kKeys, kTokens, Traits::kBlocks>(data, offset, from_lane, shared_address(tile), warp() * kTokens,
+                                                 lane());
   }
-  // The chunks of every second four tokens are swapped alike.
-  template <std::size_t kCount, std::size_t... I>
-  __device__ __forceinline__ void copy_rows(std::uint32_t even, std::uint32_t odd, const char* const (&from)[kCount],
-                                            std::index_sequence<I...>) const {
-    (copy_row<static_cast<int>(I / 2 * 8 * kBlockRowBytes)>(I % 2 == 0 ? even : odd, from[I],
-                                                            std::make_index_sequence<Traits::kBlocks>{}),
-     ...);
-  }
-  template <int kTo, std::size_t... kBlock>
-  __device__ __forceinline__ void copy_row(std::uint32_t to, const char* from, std::index_sequence<kBlock...>) const {
-    (copy_16<kTo + static_cast<int>(kBlock) * kKeys * kBlockRowBytes, static_cast<int>(kBlock) * kBlockRowBytes>(to,
-                                                                                                                 from),
-     ...);
-  }
-
-  // What is gathered in the place of a token that does not exist.
-  __device__ __forceinline__ static const char* zeros() { return reinterpret_cast<const char*>(kZeroRow); }
 };
 
 }  // namespace ragged_attention::sm90

@@ -184,7 +184,6 @@ template <typename Traits>
 struct QsaRowProducer {
   static constexpr int kHeadDim = Traits::kHeadDim, kPieces = Traits::kPieces;
   static constexpr int kTokens = Traits::kTokens, kBatch = Traits::kBatch;
-  static constexpr std::int64_t kNowhere = INT64_MIN;
 
   const QsaRowsParams& params;
   QsaRowShared<Traits>& shared;
@@ -224,24 +223,8 @@ struct QsaRowProducer {
   __device__ __forceinline__ void gather(const void* data, std::int64_t offset, int from_lane, std::uint32_t listed) {
     const std::uint32_t at = piece % kPieces;
     Barrier::wait(&shared.empty[worker][at], (piece / kPieces % 2) ^ 1);
-    // Eight lanes copy 128 bytes of a token side by side, then the next 128: one shuffle and address for all of it.
-    constexpr int kSide = kBlockRowBytes / 16, kAtOnce = 32 / kSide;
-    const char* from = static_cast<const char*>(data) + lane % kSide * 16;
-    const std::uint32_t room =
-        shared_address(shared.pieces[worker][at]) + chunk_offset<kRowTile>(place * kTokens + lane / kSide, lane % kSide);
-#pragma unroll
-    for (int i = 0; i < kTokens; i += kAtOnce) {
-      const std::int64_t of_token = __shfl_sync(0xffffffff, offset, from_lane + i + lane / kSide);
-      const bool exists = of_token != kNowhere;
-      const char* const token = exists ? from + of_token : from;
-#pragma unroll
-      for (int block = 0; block < Traits::kBlocks; ++block) {
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(rows_down(room, i) +
-                                                                           block * kRowTile * kBlockRowBytes),
-                     "l"(token + block * kBlockRowBytes), "r"(exists ? 16 : 0)
-                     : "memory");
-      }
-    }
+    copy_tokens<kRowTile, kTokens, Traits::kBlocks>(data, offset, from_lane, shared_address(shared.pieces[worker][at]),
+                                                    place * kTokens, lane);
     arrive_after_copies(&shared.full[worker][at]);
     if (lane == 0) {
       using Bits = std::conditional_t<kTokens == 16, std::uint16_t, std::uint8_t>;
@@ -349,10 +332,7 @@ struct QsaRowConsumer {
       const int of_head = i / kChunks, chunk = i % kChunks;
       const auto* from = static_cast<const Element*>(call().q) + row.row * call().q_row_stride +
                          (row.kv_head * heads + (of_head < heads ? of_head : 0)) * call().q_head_stride + chunk * 8;
-      asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared.q) +
-                                                                         chunk_offset<kRowMostHeads>(of_head, chunk)),
-                   "l"(from), "r"(of_head < heads ? 16 : 0)
-                   : "memory");
+      copy_16(shared_address(shared.q) + chunk_offset<kRowMostHeads>(of_head, chunk), from, of_head < heads);
     }
     asm volatile("cp.async.wait_all;" ::: "memory");
     cutlass::arch::fence_view_async_shared();
