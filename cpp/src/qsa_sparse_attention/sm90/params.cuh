@@ -113,7 +113,7 @@ __device__ __forceinline__ void warps_meet(std::uint64_t* barrier, std::uint32_t
 __device__ __forceinline__ void producers_sync() { cutlass::arch::NamedBarrier::sync(128, kProducers); }
 __device__ __forceinline__ void consumers_sync() { cutlass::arch::NamedBarrier::sync(128, kQsaConsumers); }
 
-// 16 bytes to shared memory; zeros where `exists` says so.
+// 16 bytes to shared memory: what lies at `from`, or zeros in the place of what does not exist.
 __device__ __forceinline__ void copy_16(std::uint32_t to, const void* from, bool exists = true) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(exists ? 16 : 0) : "memory");
 }

@@ -35,9 +35,9 @@ struct QsaRowsParams {
   std::int32_t longest = 0;      // tokens that a page table has room for
   std::int32_t num_units = 0;    // rows times kv heads
   std::int32_t num_clusters = 0;
-  float sequences_per_row = 0.0f;
-  QsaApart apart;       // what this kernel takes
-  bool sparse = false;  // probably nothing
+  float sequences_per_row = 0.0f;  // to guess a row's
+  QsaApart apart;                  // what this kernel takes
+  bool sparse = false;             // probably nothing
 };
 
 template <typename Element_, int kHeadDim_, int kCtas_>
