@@ -359,5 +359,33 @@ TEST_CASE("as many CTAs share a row as leave room for all rows") {
   CHECK(row_ctas(std::int64_t{1} << 40, {66, 30, 15}) == 1);
 }
 
+TEST_CASE("a row's likely sequence is its own where all have as many rows, and one of the batch's anywhere") {
+  const auto likely = [](std::int64_t row, std::int64_t batch, std::int64_t total) {
+    return likely_sequence(static_cast<std::int32_t>(row), batch,
+                           static_cast<float>(batch) / static_cast<float>(total));
+  };
+  int bad = 0;
+  for (std::int64_t rows = 1; rows <= 200; ++rows) {
+    for (std::int64_t batch = 1; batch <= 100; ++batch) {
+      for (std::int64_t row = 0; row < rows * batch; ++row) bad += likely(row, batch, rows * batch) != row / rows;
+    }
+  }
+  // Of any numbers, the largest among them: a row that is rounded up would be past the last sequence.
+  std::mt19937_64 random(2);
+  const std::int64_t most = std::numeric_limits<std::int32_t>::max();
+  for (int i = 0; i < 100000; ++i) {
+    const auto rows =
+        static_cast<std::int64_t>(1 + random() % static_cast<std::uint64_t>(most) / (1ull << random() % 31));
+    const auto batch = static_cast<std::int64_t>(1 + random() % 1000000);
+    for (const std::int64_t row : {std::int64_t{0}, rows / 2, rows - 1}) {
+      const std::int64_t sequence = likely(row, batch, rows);
+      bad += sequence < 0 || sequence >= batch;
+    }
+  }
+  CHECK(bad == 0);
+  CHECK(likely(most - 1, most, most) == most - 1);
+  CHECK(likely(7, 0, 8) == -1);
+}
+
 }  // namespace
 }  // namespace ragged_attention::sm90

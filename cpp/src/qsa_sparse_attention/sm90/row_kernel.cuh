@@ -35,7 +35,7 @@ struct QsaRowsParams {
   std::int32_t longest = 0;      // tokens that a page table has room for
   std::int32_t num_units = 0;    // rows times kv heads
   std::int32_t num_clusters = 0;
-  float sequences_per_row = 0.0f;  // to guess a row's
+  float sequences_per_row = 0.0f;  // for likely_sequence()
   QsaApart apart;                  // what this kernel takes
   bool sparse = false;             // probably nothing
 };
@@ -125,8 +125,7 @@ struct QsaRowScan {
       if (mine < params.num_units) {
         const std::int32_t row = mine / call.num_kv_heads;
         count = static_cast<std::int32_t>(call.count(row));
-        const auto guess = static_cast<std::int64_t>((static_cast<float>(row) + 0.5f) * params.sequences_per_row);
-        std::int64_t segment = 1 + min(guess, call.rows.batch - 1);  // rows that are rounded up may be past the last
+        std::int64_t segment = 1 + likely_sequence(row, call.rows.batch, params.sequences_per_row);
         RowRange range = call.rows.rows(segment);
         std::int64_t cached = call.rows.batch > 0 ? call.cache_lengths[segment - 1] : 0;
         if (row < range.begin || row >= range.end) {

@@ -28,6 +28,14 @@ RAGGED_ATTENTION_HOST_DEVICE std::int32_t row_chain_begin(std::int32_t count, st
   return static_cast<std::int32_t>(std::int64_t{tiles} * chain / kRowChains);
 }
 
+// The sequence of a row, if all have as many rows; one of the batch's whatever they have, -1 where there is none.
+RAGGED_ATTENTION_HOST_DEVICE std::int64_t likely_sequence(std::int32_t row, std::int64_t batch,
+                                                          float sequences_per_row) {
+  const auto guess = static_cast<std::int64_t>((static_cast<float>(row) + 0.5f) * sequences_per_row);
+  const std::int64_t last = batch - 1;
+  return guess < last ? guess : last;
+}
+
 // CTAs that share a unit of work, where a cluster of 2, 4, 8 CTAs finds room `room[0]`, `room[1]`, `room[2]` times at
 // once: as many as leave room for all units.
 RAGGED_ATTENTION_HOST_DEVICE int row_ctas(std::int64_t units, const int (&room)[3]) {
