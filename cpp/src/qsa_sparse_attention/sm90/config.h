@@ -51,7 +51,7 @@ RAGGED_ATTENTION_HOST_DEVICE std::int32_t plan_words(std::int32_t rows) { return
 // Which sequences have a kernel of their own that goes row by row (row_kernel.cuh), where the query heads of a kv head
 // are no more than the columns of its product. Few rows are done before a plan is made; and every list is read once for
 // each window of a plan, which beyond so many windows takes longer than what neighbours share. And the rows of none.
-constexpr int kQsaApartRows = 32, kQsaMostWindows = 11;
+constexpr int kQsaApartRows = 32, kQsaMostWindows = 13;
 constexpr int kRowMostHeads = 16;
 struct QsaApart {
   std::int32_t most_rows = -1, most_tokens = 0;  // without such a kernel, -1

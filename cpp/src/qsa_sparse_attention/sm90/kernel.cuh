@@ -138,19 +138,6 @@ __device__ __forceinline__ void merge(const QsaGroupsParams& params, QsaShared<T
   }
 }
 
-// By all threads of the cluster. `releases`: what this thread wrote to shared memory is to be seen by the others.
-template <typename Traits>
-__device__ __forceinline__ void cluster_sync(bool releases) {
-  if constexpr (Traits::kSplits > 1) {
-    if (releases) {
-      cute::cluster_arrive();
-    } else {
-      cute::cluster_arrive_relaxed();
-    }
-    cute::cluster_wait();
-  }
-}
-
 template <typename Traits>
 __global__ void __launch_bounds__(Traits::kThreads, 2)
     qsa_groups_kernel(const __grid_constant__ QsaGroupsParams params) {
@@ -202,8 +189,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 2)
         again = shared.bad_verdict == static_cast<std::int32_t>(verdicts.position);
         verdicts.advance();
       } while (again);
-      cluster_sync<Traits>(false);  // partial results are there
-      cluster_sync<Traits>(false);  // and have been read
+      cluster_sync<Traits::kSplits>(false);  // partial results are there
+      cluster_sync<Traits::kSplits>(false);  // and have been read
     }
   } else {
     cutlass::arch::warpgroup_reg_alloc<Traits::kConsumerRegisters>();
@@ -229,9 +216,9 @@ __global__ void __launch_bounds__(Traits::kThreads, 2)
       }
       if constexpr (Traits::kSplits > 1) {
         consumer.store_partial();
-        cluster_sync<Traits>(true);
+        cluster_sync<Traits::kSplits>(true);
         merge<Traits>(params, shared, consumer.unit, rank);
-        cluster_sync<Traits>(false);
+        cluster_sync<Traits::kSplits>(false);
       } else {
         consumer.store();
       }

@@ -118,6 +118,20 @@ __device__ __forceinline__ void copy_16(std::uint32_t to, const void* from, bool
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(exists ? 16 : 0) : "memory");
 }
 
+// By all threads of a cluster, of kCtas CTAs. `releases`: what this thread wrote to shared memory is to be seen by the
+// others.
+template <int kCtas>
+__device__ __forceinline__ void cluster_sync(bool releases) {
+  if constexpr (kCtas > 1) {
+    if (releases) {
+      cute::cluster_arrive();
+    } else {
+      cute::cluster_arrive_relaxed();
+    }
+    cute::cluster_wait();
+  }
+}
+
 constexpr std::int64_t kNowhere = INT64_MIN;  // in the place of an offset
 
 // The tokens of the lanes from `from_lane` on, each at its lane's `offset`, to the rows of a tile from `row` on, a

@@ -658,11 +658,6 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) qsa_rows_kernel(const __g
   }
   QsaRowScan<Traits> scan{params, shared.next_unit};
   // A cluster has one unit at most. Its CTAs meet twice: the parts are there, and have been read.
-  const auto meet = [](bool releases) {
-    if (kCtas == 1) return;
-    releases ? cute::cluster_arrive() : cute::cluster_arrive_relaxed();
-    cute::cluster_wait();
-  };
   const int thread = static_cast<int>(threadIdx.x);
   constexpr int kProducers = Traits::kThreads - Traits::kConsumers;
   if (thread >= Traits::kConsumers) {
@@ -677,7 +672,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) qsa_rows_kernel(const __g
     // Of a cluster they are done long before the others. (Of a CTA alone they have other rows to see to, and the copies
     // no register to spare.)
     if constexpr (kCtas > 1) store_rows_of_none<Traits>(params, thread - Traits::kConsumers, kProducers);
-    meet(false);
+    cluster_sync<kCtas>(false);
   } else {
     cutlass::arch::warpgroup_reg_alloc<Traits::kConsumerRegisters>();
     QsaRowConsumer<Traits> consumer(params, shared);
@@ -686,13 +681,13 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) qsa_rows_kernel(const __g
       while (scan.find(consumer.row)) consumer.run();
     } else if (scan.find(consumer.row)) {
       consumer.run();
-      meet(true);
+      cluster_sync<kCtas>(true);
       merge_row<Traits>(params, shared, consumer.row);
     } else {
-      meet(false);
+      cluster_sync<kCtas>(false);
     }
   }
-  meet(false);
+  cluster_sync<kCtas>(false);
   if constexpr (kCtas == 1) store_rows_of_none<Traits>(params, thread, Traits::kThreads);
   // The kernel before this one may still be at work; whatever comes next on the stream waits for this one alone.
   cudaGridDependencySynchronize();
